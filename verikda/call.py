@@ -1,0 +1,91 @@
+"""What a target is asked to do, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from oracles.problem import Array, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a target: values, dtypes, flags and memory conditions.
+
+    Attributes
+    ----------
+    problem : values (float64, each representable in its dtype) and the meaning of the call.
+    dtypes : dtype name of each tensor argument: q, k, v, g, beta, h0, A_log, dt_bias, do, dht, cu_seqlens.
+    backward : whether gradients are wanted.
+    chunk_size, safe_gate, state_v_first, recompute : flags passed on where the target has them.
+    layout : one of `verikda.case.LAYOUTS`; how each input lies in memory.
+    poison : value that fills everything around the inputs (slack, skipped elements, padding rows),
+        None for zeros. NaN or 1e30 must change nothing.
+    """
+
+    problem: Problem
+    dtypes: Mapping[str, str]
+    backward: bool = True
+    chunk_size: int = 64
+    safe_gate: bool = False
+    state_v_first: bool = False
+    recompute: bool = True
+    layout: str = "contiguous"
+    poison: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What came back.
+
+    Attributes
+    ----------
+    outputs : float64 copies keyed by oracles.problem.OUTPUTS and GRADIENTS, states in [K,V] order.
+        An output that the target does not have is absent.
+    dtypes : dtype name that each output really had.
+    changed : names of inputs, or of memory around them, that the call modified.
+    ran : what really ran (kernel, file, device), where the target can tell.
+    """
+
+    outputs: Mapping[str, Array]
+    dtypes: Mapping[str, str]
+    changed: tuple[str, ...] = ()
+    ran: str = ""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a target says it supports; a call outside is never made.
+
+    Defaults describe a complete implementation. `refuse` explains a limit to the user.
+    """
+
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
+    chunk_sizes: tuple[int, ...] = (16, 32, 64)
+    rules: tuple[str, ...] = ("kda", "delta")
+    gates: tuple[str, ...] = ("log", "softplus", "bounded")
+    layouts: tuple[str, ...] = ("contiguous", "sliced", "strided", "expanded", "misaligned")
+    max_k: int = 256
+    max_v: int = 256
+    grouped: bool = True
+    packed: bool = True
+    empty: bool = True
+    tail_padding: bool = True
+    initial_state: bool = True
+    backward: bool = True
+    dht: bool = True
+    scale: bool = True
+    qk_l2norm: bool = True
+    beta_sigmoid: bool = True
+    allow_neg_eigval: bool = True
+    safe_gate: bool = True
+    state_v_first: bool = True
+    recompute: bool = True
+    hard_reset: bool = True
+    g_dtypes: tuple[str, ...] = ("same", "float32")
+    beta_dtypes: tuple[str, ...] = ("same", "float32")
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+class Refused(Exception):
+    """The target declined the call with an exception of its own; carries its text."""

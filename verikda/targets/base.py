@@ -1,0 +1,32 @@
+"""The protocol every target follows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from oracles.contract import Contract
+from verikda.call import Call, Capabilities, Result
+
+
+class Target(Protocol):
+    """Something that computes KDA or DeltaNet."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def contract(self, call: Call) -> Contract:
+        """The rounding contract under which this call is judged."""
+        ...
+
+    def run(self, call: Call) -> Result:
+        """Make the call.
+
+        Raises
+        ------
+        Refused
+            When the target declines the call with an exception.
+        """
+        ...
