@@ -19,8 +19,9 @@ class Call:
     backward : whether gradients are wanted.
     chunk_size, safe_gate, state_v_first, recompute : flags passed on where the target has them.
     layout : one of `verikda.case.LAYOUTS`; how each input lies in memory.
-    poison : value that fills everything around the inputs (slack, skipped elements, padding rows),
-        None for zeros. NaN or 1e30 must change nothing.
+    poison : value that fills everything around the inputs (guard zones, skipped elements, rows at or after
+        cu_seqlens[-1], those of `do` too). None fills with zeros and leaves such rows as they are in `problem`.
+        NaN or 1e30 must change nothing; beyond the range of a dtype it is the largest finite value.
     """
 
     problem: Problem
@@ -43,14 +44,16 @@ class Result:
     outputs : float64 copies keyed by oracles.problem.OUTPUTS and GRADIENTS, states in [K,V] order.
         An output that the target does not have is absent.
     dtypes : dtype name that each output really had.
-    changed : names of inputs, or of memory around them, that the call modified.
+    changed : inputs ("q"), or memory around them ("memory around q"), that the call modified.
     ran : what really ran (kernel, file, device), where the target can tell.
+    layouts : memory layout that each input really got, where the target lays them out.
     """
 
     outputs: Mapping[str, Array]
     dtypes: Mapping[str, str]
     changed: tuple[str, ...] = ()
     ran: str = ""
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,5 +90,13 @@ class Capabilities:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818 - an outcome of a call, not an error of this package
     """The target declined the call with an exception of its own; carries its text."""
+
+
+class Crashed(Exception):  # noqa: N818 - an outcome of a call, not an error of this package
+    """The call ended in an error that is no refusal; carries its type and text. Always a failure."""
+
+
+class Malformed(Exception):  # noqa: N818 - an outcome of a call, not an error of this package
+    """The target answered with something that is not a result: wrong shape, dtype or type. Always a failure."""

@@ -28,5 +28,13 @@ class Target(Protocol):
         ------
         Refused
             When the target declines the call with an exception.
+        Crashed
+            When the call ends in any other error.
+        Malformed
+            When what comes back is not a result.
         """
         ...
+
+
+class TargetError(Exception):
+    """A target that cannot be used as named; one sentence says why and what to do."""
