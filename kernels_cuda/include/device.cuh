@@ -133,6 +133,12 @@ template <class T> VK_DEVICE void mma16816(float (&d)[4], const u32 (&a)[4], con
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// ---- 16 bytes at a time ----------------------------------------------------------------------------------------------
+
+// p is 16-byte aligned, in global or shared memory.
+VK_DEVICE u128 ld128(const void* p) { return *static_cast<const u128*>(p); }
+VK_DEVICE void st128(void* p, const u128& x) { *static_cast<u128*>(p) = x; }
+
 // ---- asynchronous copies ---------------------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, both 16-byte aligned, past the registers. With pred false the destination is

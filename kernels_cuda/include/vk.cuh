@@ -39,7 +39,7 @@ constexpr int warp_size = 32;
 //   order     sync syncwarp
 //   exchange  shfl shfl_xor shfl_up shfl_down (4-byte types, all 32 lanes)
 //   matrix    ldmatrix_x4 ldmatrix_x4_trans ldmatrix_x2 ldmatrix_x2_trans mma16816<T>
-//   copies    cp_async16 cp_async_commit cp_async_wait<N>
+//   copies    ld128 st128 cp_async16 cp_async_commit cp_async_wait<N>
 //   bits      as_float as_u32 f16_value f16_round bf16_round f16x2_round bf16x2_round
 //   math      exp2 log2f exp log1p rsqrtf sqrt_rn fma fmax fmin fabs
 #if defined(__CUDACC__)
@@ -95,10 +95,6 @@ template <class T> VK_DEVICE void unpack2(u32 x, float& lo, float& hi) {
 template <class T> inline constexpr int vec = 16 / int(sizeof(T));
 
 VK_DEVICE bool aligned16(const void* p) { return (reinterpret_cast<u64>(p) & 15) == 0; }
-
-// p is 16-byte aligned, in global or shared memory.
-VK_DEVICE u128 ld128(const void* p) { return *static_cast<const u128*>(p); }
-VK_DEVICE void st128(void* p, u128 x) { *static_cast<u128*>(p) = x; }
 
 template <class T> VK_DEVICE T get(const u128& x, int i) {
     if constexpr (sizeof(T) == 4) return as_float(x.w[i]);
