@@ -1,0 +1,154 @@
+"""The three number formats of a call: rounding to them, their spacing, their bits.
+
+Values live in float64 throughout this package and are rounded to their format once,
+directly from float64 (no float32 in between, which would round twice), to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oracles.problem import Array
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format.
+
+    Attributes
+    ----------
+    name : as in `Case.dtype`.
+    precision : significand bits, the hidden one included.
+    emin : exponent of the smallest normal number, 2**emin.
+    largest : largest finite number.
+    bits : width in memory.
+    """
+
+    name: str
+    precision: int
+    emin: int
+    largest: float
+    bits: int
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Largest relative error of one rounding in the normal range, 2**-precision."""
+        return 2.0**-self.precision
+
+    @property
+    def smallest(self) -> float:
+        """Smallest positive (subnormal) number, also the spacing of all subnormals."""
+        return 2.0 ** (self.emin - self.precision + 1)
+
+
+FORMATS = {
+    "float16": Format("float16", 11, -14, 65504.0, 16),
+    "bfloat16": Format("bfloat16", 8, -126, 2.0**128 - 2.0**120, 16),
+    "float32": Format("float32", 24, -126, 2.0**128 - 2.0**104, 32),
+}
+
+
+def format_of(dtype: str) -> Format:
+    """The format called `dtype`.
+
+    Raises
+    ------
+    ValueError
+        For a name outside `FORMATS`.
+    """
+    try:
+        return FORMATS[dtype]
+    except KeyError:
+        raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(FORMATS)}") from None
+
+
+def round_to(x: Array | float, dtype: str) -> Array:
+    """Nearest number of `dtype`, ties to even, as float64; too large becomes +-inf as in IEEE 754.
+
+    Parameters
+    ----------
+    x : float64, any shape. NaN, infinities and the sign of zero are kept.
+    dtype : "float16", "bfloat16" or "float32".
+    """
+    x = np.asarray(x, dtype=np.float64)
+    if format_of(dtype).name == "bfloat16":
+        return _round_bfloat16(x)
+    with np.errstate(over="ignore", under="ignore"):
+        return x.astype(dtype).astype(np.float64)
+
+
+def _round_bfloat16(x: Array) -> Array:
+    """On the float64 bits: 52 - 7 = 45 fraction bits go; adding half of them (plus the last kept bit, for ties) carries."""
+    bits = np.ascontiguousarray(x).view(np.uint64)
+    odd = (bits >> np.uint64(45)) & np.uint64(1)
+    bits = (bits + (odd + np.uint64(2**44 - 1))) & np.uint64(2**64 - 2**45)
+    y = bits.view(np.float64).reshape(x.shape)
+    size = np.abs(x)
+    small = size < 2.0**-126  # subnormal: fixed spacing 2**-133, every scaling here is exact
+    if small.any():
+        y = np.where(small, np.copysign(np.rint(x * 2.0**133) * 2.0**-133, x), y)
+    if not (size < FORMATS["bfloat16"].largest).all():
+        y = np.where(np.abs(y) > FORMATS["bfloat16"].largest, np.copysign(np.inf, x), y)
+        y = np.where(np.isnan(x), x, y)
+    return y
+
+
+def ulp(x: Array | float, dtype: str) -> Array:
+    """Spacing of the numbers of `dtype` at |x|: 2**(max(e, emin) - precision + 1) with 2**e <= |x| < 2**(e+1).
+
+    At infinity and NaN it is NaN; beyond the largest number it is the spacing below it.
+    """
+    f = format_of(dtype)
+    x = np.asarray(x, dtype=np.float64)
+    exponent = np.frexp(np.minimum(np.abs(x), f.largest))[1] - 1
+    exponent = np.where(x == 0, f.emin, np.maximum(exponent, f.emin))
+    return np.where(np.isfinite(x), np.ldexp(1.0, exponent - (f.precision - 1)), np.nan)
+
+
+def is_representable(x: Array | float, dtype: str) -> bool:
+    """Whether rounding to `dtype` leaves every element of `x` as it is (NaN counts as kept)."""
+    x = np.asarray(x, dtype=np.float64)
+    return bool(np.array_equal(round_to(x, dtype), x, equal_nan=True))
+
+
+def to_hex(value: float, dtype: str) -> str:
+    """Bit pattern of `value` in `dtype`, such as 0x3f80 for 1 in bfloat16.
+
+    Raises
+    ------
+    ValueError
+        If `value` is not a number of that format: printing the bits of another number would mislead.
+    """
+    if not is_representable(value, dtype):
+        raise ValueError(f"{value!r} is not a {dtype} number; round it with round_to first")
+    if dtype == "float16":
+        return f"0x{int(np.float16(value).view(np.uint16)):04x}"
+    word = int(np.float32(value).view(np.uint32))
+    return f"0x{word >> 16:04x}" if dtype == "bfloat16" else f"0x{word:08x}"
+
+
+def from_hex(text: str, dtype: str) -> float:
+    """The number whose bit pattern in `dtype` is `text`: inverse of `to_hex`.
+
+    Raises
+    ------
+    ValueError
+        If `text` is not a hexadecimal number of the width of `dtype`.
+    """
+    bits = format_of(dtype).bits
+    try:
+        word = int(text, 16)
+    except ValueError:
+        word = -1
+    if not 0 <= word < 2**bits:
+        raise ValueError(f"{text!r} is not the bit pattern of a {dtype}; write {bits // 4} hexadecimal digits after 0x")
+    if dtype == "float16":
+        return float(np.uint16(word).view(np.float16))
+    return float(np.uint32(word << 16 if dtype == "bfloat16" else word).view(np.float32))
+
+
+def show(value: float, dtype: str) -> str:
+    """`value` in decimal and in the bits of `dtype`: what a failure message prints."""
+    return f"{value:.9g} ({to_hex(value, dtype)})"
