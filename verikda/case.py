@@ -203,7 +203,7 @@ class Case:
             )
         if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
             raise ValueError(
-                f"schema is {data.get('schema')!r}, this version reads {SCHEMA}; use the version of verikda that wrote it"
+                f"schema is {data.get('schema')!r}, only {SCHEMA} is read here; use the verikda that wrote it"
             )
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known - {"schema"}, key=str)

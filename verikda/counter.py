@@ -85,7 +85,8 @@ def normal(seed: int, name: str, shape: tuple[int, ...]) -> Array:
     pair = (z & np.uint64(0x0000FFFF0000FFFF)) + ((z >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
     total = (pair >> np.uint64(32)) + (pair & np.uint64(0xFFFFFFFF))
     deviation = np.sqrt(np.float64(3.0) / np.float64(2.0**32 - 1))  # of four uniforms on 0..65535: (2**32 - 1) / 3
-    return (total.astype(np.float64) - 2.0 * 65535) * deviation
+    x: Array = (total.astype(np.float64) - 2.0 * 65535) * deviation
+    return x
 
 
 def integers(seed: int, name: str, shape: tuple[int, ...], low: int, high: int) -> npt.NDArray[np.int64]:
@@ -124,4 +125,5 @@ def exp(x: Array) -> Array:
     series = np.ones_like(r)
     for i in range(14, 0, -1):
         series = 1.0 + series * r / i
-    return np.ldexp(series, n.astype(np.int32))
+    y: Array = np.ldexp(series, n.astype(np.int32))
+    return y

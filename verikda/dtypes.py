@@ -80,7 +80,7 @@ def round_to(x: Array | float, dtype: str) -> Array:
 
 
 def _round_bfloat16(x: Array) -> Array:
-    """On the float64 bits: 52 - 7 = 45 fraction bits go; adding half of them (plus the last kept bit, for ties) carries."""
+    """On the float64 bits: the last 52 - 7 = 45 go; half of their unit, less one for an even rest, is added first."""
     bits = np.ascontiguousarray(x).view(np.uint64)
     odd = (bits >> np.uint64(45)) & np.uint64(1)
     bits = (bits + (odd + np.uint64(2**44 - 1))) & np.uint64(2**64 - 2**45)

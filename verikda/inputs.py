@@ -88,7 +88,7 @@ def _round(case: Case, name: str, x: Array) -> Array:
         knob = {"q": "q_exponent", "v": "v_exponent", "h0": "v_exponent", "do": "do_exponent", "dht": "do_exponent"}
         raise ValueError(
             f"{name} reaches {float(np.abs(x[np.isfinite(x)]).max()):.3g}, but {dtype} ends at "
-            f"{format_of(dtype).largest:.5g}; lower {knob.get(name, 'gate_magnitude')} or the override, or widen the dtype"
+            f"{format_of(dtype).largest:.5g}; lower {knob.get(name, 'gate_magnitude')} or its override"
         )
     return y
 

@@ -69,7 +69,8 @@ class Draw:
 
     def one_row(self, part: str) -> npt.NDArray[np.bool_]:
         """True at one row of every sequence, [rows,1,1]."""
-        return self.t == np.floor(self.uniform(part, "") * self.length)
+        where: npt.NDArray[np.bool_] = self.t == np.floor(self.uniform(part, "") * self.length)
+        return where
 
     def full(self, x: Array | float) -> Array:
         """`x` as an array of `shape`."""
@@ -201,7 +202,7 @@ def _gate_ragged(d: Draw) -> Array:
 
 @_add(GATES, "model", "attention-gym #370", "FlashKDA #3")
 def _gate_model(d: Draw) -> Array:
-    """As trained models start: -A softplus(x + dt_bias), A in 1..16, softplus(dt_bias) in 0.001..0.1, x normal; times m."""
+    """As trained models start: -m A softplus(x + dt_bias), A in 1..16, softplus(dt_bias) in 0.001..0.1, x normal."""
     A = counter.exp(model_A_log(d.seed, d.shape[1]))[None, :, None]
     x = d.normal("x") + model_dt_bias(d.seed, d.shape[1], d.shape[2])
     return -d.magnitude * A * softplus(x)
@@ -291,7 +292,7 @@ def _key_small(d: Draw) -> Array:
 
 @_add(KEYS, "unnormalised", "fla #736", "flashinfer #5255", stable=False)
 def _key_unnormalised(d: Draw) -> Array:
-    """Normal with variance 1 in every channel: beta |k|^2 is about K / 2, stable only under the norm inside the operator."""
+    """Normal, variance 1 in each channel: beta |k|^2 is about K / 2, stable only under the norm in the operator."""
     return d.normal("x")
 
 
@@ -471,13 +472,13 @@ def softplus(x: Array) -> Array:
 
 
 def softplus_inverse(s: Array) -> Array:
-    """x with softplus(x) = s, for s > 0; close, not exact, below 2^-20, where softplus(x) is about e^x."""
+    """Solve softplus(x) = s for x, s > 0; close, not exact, below 2^-20, where softplus(x) is about e^x."""
     middle = np.clip(s, 2.0**-20, 40.0)
     return np.where(s > 40, s, np.where(s < 2.0**-20, counter.ln(s), counter.ln(counter.exp(middle) - 1.0)))
 
 
 def model_A_log(seed: int, heads: int) -> Array:
-    """ln A with A uniform on (1, 16), [heads]."""
+    """Logarithms of A uniform on (1, 16), [heads]."""
     return counter.ln(1.0 + 15.0 * counter.uniform(seed, "A_log.model", (1, heads))[0])
 
 
