@@ -1,0 +1,190 @@
+"""What `verikda check`, `replay` and `targets` do, apart from reading the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from verikda import show
+from verikda.checks import CHECKS, Check, named
+from verikda.environment import environment
+from verikda.finding import Finding, load_case, message
+from verikda.inputs import make_call
+from verikda.profiles import PROFILES, Profile
+from verikda.record import Record, case_line
+from verikda.run_case import run_case
+from verikda.search import Search, Settings, Summary
+from verikda.targets import available, resolve
+from verikda.targets.base import Target
+from verikda.worst import Corpus
+
+PASS, FAIL, NOTHING = 0, 1, 2
+
+
+def choose_profile(name: str) -> Profile:
+    """The profile of this name.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not one of them.
+    """
+    if name not in PROFILES:
+        raise ValueError(f"there is no profile {name!r}; the profiles are {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def choose_checks(names: str | None) -> tuple[Check, ...]:
+    """Checks from a comma-separated list; all of them for None."""
+    if names is None:
+        return CHECKS
+    wanted = tuple(n.strip() for n in names.split(",") if n.strip())
+    if not wanted:
+        raise ValueError(f"--checks names no check; give one or more of {', '.join(c.name for c in CHECKS)}")
+    return named(wanted)
+
+
+def check_command(
+    target_name: str,
+    *,
+    profile: str,
+    cases: int | None,
+    seconds: float | None,
+    seed: int,
+    check_names: str | None,
+    contract: str | None,
+    json_path: Path | None,
+    findings: Path,
+    worst: Path | None,
+) -> int:
+    """Search one target, print tables, write findings; the exit status."""
+    out = show.console()
+    chosen = choose_profile(profile)
+    target = resolve(target_name, contract=contract)
+    corpus = Corpus(worst)
+    settings = Settings(
+        cases=cases if cases is not None else chosen.cases,
+        stratified=chosen.stratified,
+        turns=chosen.turns,
+        seconds=seconds,
+        seed=seed,
+        checks=choose_checks(check_names),
+    )
+    record = Record(json_path)
+    record.write(
+        {
+            "kind": "run",
+            "target": target.name,
+            "profile": profile,
+            "settings": {**{k: getattr(settings, k) for k in ("cases", "stratified", "turns", "seconds", "limit", "seed")},
+                         "checks": [c.name for c in settings.checks]},
+            "environment": environment(),
+        }
+    )  # fmt: skip
+    out.print(f"checking {target.name}: up to {settings.cases} cases, limit {settings.limit:g}", markup=False)
+
+    with show.progress(out, settings.cases, target.name) as step:
+
+        def on_report(report: object) -> None:
+            from verikda.run_case import CaseReport
+
+            assert isinstance(report, CaseReport)
+            record.write(case_line(report))
+            corpus.offer(target.name, report)
+            step(report.verdict)
+
+        def on_finding(finding: Finding) -> None:
+            path = finding.write(findings)
+            record.write({"kind": "finding", "file": str(path), "check": finding.check, "case": finding.case.to_dict()})
+            out.print(message(finding.target, finding.failures, finding.case, f"verikda replay {path}",
+                              minimal=finding.minimal), markup=False)  # fmt: skip
+
+        search = Search(target, settings, first=corpus.cases(), on_report=on_report, on_finding=on_finding)
+        summary = search.run()
+    record.write({"kind": "end", **end_line(summary)})
+    record.close()
+    return report_summary(out, summary, settings.limit)
+
+
+def end_line(summary: Summary) -> dict[str, object]:
+    """Counts of a whole run, for its last record."""
+    return {
+        "verdict": summary.verdict,
+        "verdicts": dict(summary.verdicts),
+        "checks": {name: dict(count) for name, count in summary.checks.items()},
+        "worst": {name: {"ratio": r, "case": c.to_dict()} for name, (r, c) in summary.worst.items()},
+        "ran": dict(summary.ran),
+        "calls": summary.calls,
+        "seconds": round(summary.seconds, 1),
+        "interrupted": summary.interrupted,
+    }
+
+
+def report_summary(out: Console, summary: Summary, limit: float) -> int:
+    """Print the tables and the closing line; the exit status."""
+    show.summary_tables(out, summary, limit)
+    for ran, n in summary.ran.most_common(3):
+        out.print(f"ran ({n} cases): {ran}", markup=False)
+    total = sum(summary.verdicts.values())
+    counts = ", ".join(f"{n} {v}" for v, n in summary.verdicts.most_common())
+    stopped = " (interrupted)" if summary.interrupted else ""
+    rate = total / summary.seconds if summary.seconds else 0.0
+    out.print(
+        f"{show.coloured(summary.verdict)}  {summary.target}: {total} cases in {summary.seconds:.1f} s "
+        f"({rate:.1f} cases/s){stopped}: {counts}; {len(summary.findings)} findings"
+    )
+    if summary.verdict == "inconclusive":
+        out.print("No case could tell right from wrong: see the reasons above, or give more cases.")
+    return {"pass": PASS, "fail": FAIL}.get(summary.verdict, NOTHING)
+
+
+def replay_command(file: Path, target_name: str | None, snippet: Path | None, contract: str | None) -> int:
+    """Run one stored case again through every check; the exit status."""
+    out = show.console()
+    case, named_target, _ = load_case(file)
+    name = target_name or named_target
+    if name is None:
+        raise ValueError(f"{file} holds a bare case and names no target; say which: verikda replay {file} TARGET")
+    target = resolve(name, contract=contract)
+    if snippet is not None:
+        from verikda.snippet import write_snippet
+
+        write_snippet(snippet, target, make_call(case, backward=target.capabilities.backward), name)
+        out.print(f"wrote {snippet}", markup=False)
+    return replay_on(out, target, case_file=file)
+
+
+def replay_on(out: Console, target: Target, case_file: Path) -> int:
+    """Run the case of a file on a target and print every outcome."""
+    case, _, _ = load_case(case_file)
+    report = run_case(target, case)
+    rows = show.table("check", "verdict", "worst ratio", "says")
+    for o in report.outcomes:
+        worst = max(o.ratios.values(), default=None)
+        first = o.failures[0].message if o.failures else o.detail
+        rows.add_row(o.check, show.coloured(o.verdict), "" if worst is None else f"{worst:.3g}", first)
+    for check, reason in report.skipped.items():
+        rows.add_row(check, "not run", "", reason)
+    out.print(rows)
+    if report.failures:
+        out.print(message(target.name, report.failures, case, f"verikda replay {case_file} {target.name}"), markup=False)
+    if report.ran:
+        out.print(f"ran: {report.ran}", markup=False)
+    out.print(f"{show.coloured(report.verdict)}  {target.name}")
+    return {"pass": PASS, "fail": FAIL}.get(report.verdict, NOTHING)
+
+
+def targets_command() -> int:
+    """List the known targets."""
+    out = show.console()
+    rows = show.table("target", "here", "says")
+    for entry in available():
+        rows.add_row(entry.name, "yes" if entry.installed else "no", entry.description if entry.installed else entry.reason)
+    rows.add_row("module:function", "yes", "any function with chunk_kda's public signature on torch tensors")
+    out.print(rows)
+    return PASS
+
+
+__all__ = ["check_command", "replace", "replay_command", "targets_command"]

@@ -1,0 +1,189 @@
+"""Checks of value: every output against float64, under the noise floor of the declared contract.
+
+Relations that hold in exact arithmetic but not bit for bit (another chunk size, a split off the
+chunk grid, a flag that changes only the layout or the memory use) are the same judgement of another
+call, because the truth does not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from oracles.problem import Array
+from verikda.call import Call
+from verikda.checks.base import Check, Context, Failure, Outcome
+from verikda.checks.transform import TOKEN_OUTPUTS, TOKENS
+from verikda.floor import Judgement
+
+
+def from_judgement(check: str, judgement: Judgement, detail: str = "") -> Outcome:
+    """Turn a judgement of values into an outcome."""
+    failures = tuple(
+        Failure(check, v.output, v.message, v.coordinate, v.expected, v.actual, v.dtype, v.ratio)
+        for v in judgement.outputs.values()
+        if v.verdict == "fail"
+    )
+    ratios = {v.output: v.ratio for v in judgement.outputs.values() if v.ratio is not None}
+    return Outcome(check, judgement.verdict, failures, ratios, detail or judgement.detail)
+
+
+def _floor(ctx: Context) -> Outcome:
+    return from_judgement("floor", ctx.judge(ctx.result))
+
+
+def _flip(ctx: Context, check: str, flag: str) -> Outcome:
+    call = replace(ctx.call, **{flag: not getattr(ctx.call, flag)})
+    return from_judgement(check, ctx.judge(ctx.run(call), call, ctx.truth), f"{flag}={getattr(call, flag)}")
+
+
+def _state_v_first(ctx: Context) -> Outcome:
+    return _flip(ctx, "v_first", "state_v_first")
+
+
+def _recompute(ctx: Context) -> Outcome:
+    return _flip(ctx, "recompute", "recompute")
+
+
+def _chunk_sizes(ctx: Context) -> Outcome:
+    worst: dict[str, float] = {}
+    for chunk in ctx.capabilities.chunk_sizes:
+        if chunk == ctx.call.chunk_size:
+            continue
+        call = replace(ctx.call, chunk_size=chunk)
+        out = from_judgement("chunk_sizes", ctx.judge(ctx.run(call), call, ctx.truth), f"chunk_size={chunk}")
+        for name, ratio in out.ratios.items():
+            worst[name] = max(worst.get(name, 0.0), ratio)
+        if out.verdict != "pass":
+            return out
+    return Outcome("chunk_sizes", "pass", (), worst)
+
+
+def can_split(ctx: Context) -> str | None:
+    """Why a split with a carried state cannot be tried, or None."""
+    p = ctx.call.problem
+    if not ctx.capabilities.initial_state:
+        return "the target takes no initial state"
+    if len({stop - start for _, start, stop in p.spans}) != 1:
+        return "sequences of several lengths"
+    if p.cu_seqlens is not None and len(p.spans) > 1:
+        return "several packed sequences"
+    if ctx.call.backward and not ctx.capabilities.dht:
+        return "the target takes no gradient of the final state"
+    return None
+
+
+def run_split(ctx: Context, cut: int) -> tuple[dict[str, Array], dict[str, str]]:
+    """Tokens before and after `cut` as two calls: state carried forward, its gradient carried back.
+
+    Gradients of A_log and dt_bias add up over the two calls and are left out: their order of
+    summation is another one.
+    """
+    call, p = ctx.call, ctx.call.problem
+    _, start, stop = p.spans[0]
+    rows = {name: getattr(p, name) for name in TOKENS if getattr(p, name) is not None}
+    first: dict[str, object] = {name: x[:, start : start + cut] for name, x in rows.items()}
+    second: dict[str, object] = {name: x[:, start + cut : stop] for name, x in rows.items()}
+    if p.cu_seqlens is not None:
+        first["cu_seqlens"] = np.array([0, cut])
+        second["cu_seqlens"] = np.array([0, stop - start - cut])
+
+    def run(tokens: dict[str, object], backward: bool, **states: object) -> Call:
+        return replace(call, backward=backward, problem=replace(p, **{**tokens, **states}))  # type: ignore[arg-type]
+
+    carried = ctx.run(run(first, False, dht=None))
+    after = ctx.run(run(second, call.backward, h0=carried.outputs["ht"]))
+    before = carried
+    if call.backward:
+        before = ctx.run(run(first, True, dht=after.outputs["dh0"]))
+    outputs = {}
+    for name in TOKEN_OUTPUTS:
+        if name in before.outputs and name in after.outputs:
+            x = np.zeros(
+                before.outputs[name].shape[:1] + (p.q.shape[1],) + before.outputs[name].shape[2:],
+            )
+            x[:, start : start + cut], x[:, start + cut : stop] = before.outputs[name], after.outputs[name]
+            outputs[name] = x
+    outputs["ht"] = after.outputs["ht"]
+    if p.h0 is not None and "dh0" in before.outputs:
+        outputs["dh0"] = before.outputs["dh0"]
+    return outputs, {**after.dtypes, **before.dtypes}
+
+
+def _can_split_anywhere(ctx: Context) -> str | None:
+    reason = can_split(ctx)
+    if reason is None and ctx.call.problem.spans[0][2] - ctx.call.problem.spans[0][1] < 2:
+        reason = "fewer than two tokens"
+    return reason
+
+
+def _split_anywhere(ctx: Context) -> Outcome:
+    _, start, stop = ctx.call.problem.spans[0]
+    n = stop - start
+    cut = n - 1 if n % 2 else 1 + n // 3  # one decode step, or well off the chunk grid
+    outputs, dtypes = run_split(ctx, cut)
+    joined = replace(ctx.result, outputs=outputs, dtypes=dtypes)
+    return from_judgement("split_anywhere", ctx.judge(joined), f"cut at token {cut}")
+
+
+def _always(ctx: Context) -> str | None:
+    return None
+
+
+
+
+def _several_chunk_sizes(ctx: Context) -> str | None:
+    return None if len(ctx.capabilities.chunk_sizes) > 1 else "the target has one chunk size"
+
+
+def _has_v_first(ctx: Context) -> str | None:
+    return None if ctx.capabilities.state_v_first else "the target has no state_v_first"
+
+
+def _has_recompute(ctx: Context) -> str | None:
+    return None if ctx.capabilities.recompute else "the target has no disable_recompute"
+
+
+CHECKS = (
+    Check(
+        "floor",
+        "every output is finite where float64 is, and within 4 noise floors of it",
+        "UPDATE_UNDECAYED_STATE",
+        False,
+        _always,
+        _floor,
+    ),
+    Check(
+        "chunk_sizes",
+        "the same holds for every other chunk size",
+        "CHUNK_32_HARDCODED_64",
+        False,
+        _several_chunk_sizes,
+        _chunk_sizes,
+    ),
+    Check(
+        "split_anywhere",
+        "two calls with the state carried over give what one call gives, cut off the chunk grid or before the last token",
+        "H0_IGNORED",
+        False,
+        _can_split_anywhere,
+        _split_anywhere,
+    ),
+    Check(
+        "v_first",
+        "states given and returned as [V,K] are the transposed ones",
+        "STATE_V_FIRST_IGNORED",
+        False,
+        _has_v_first,
+        _state_v_first,
+    ),
+    Check(
+        "recompute",
+        "recomputing or storing intermediates gives gradients within the floor",
+        "NO_RECOMPUTE_STALE",
+        False,
+        _has_recompute,
+        _recompute,
+    ),
+)

@@ -1,0 +1,130 @@
+"""The `verikda` command. Exit status: 0 pass, 1 a failure was found, 2 unusable input or nothing could be told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from verikda import __version__
+
+FOUND, UNUSABLE = 1, 2
+DEFAULT_FINDINGS = Path("verikda-findings")
+DEFAULT_WORST = Path("reports/worst")
+
+
+class Unusable(click.ClickException):
+    """Input that cannot be used: one line, exit status 2."""
+
+    exit_code = UNUSABLE
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"verikda: {self.message}", err=True)
+
+
+def clear_errors(command: Callable[..., int]) -> Callable[..., None]:
+    """Turn the errors of bad input into one line and exit status 2, and the result into the exit status."""
+    from functools import wraps
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        from verikda.targets.base import TargetError
+
+        try:
+            status = command(*args, **kwargs)
+        except (TargetError, ValueError) as error:
+            raise Unusable(str(error)) from None
+        except OSError as error:
+            raise Unusable(f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")) from None
+        sys.exit(status)
+
+    return run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="verikda")
+def main() -> None:
+    """Is a KDA or DeltaNet kernel right, how precise is it, how fast is it?"""
+
+
+@main.command()
+@click.argument("target", default="verikda")
+@click.option("--profile", default="dev", show_default=True, help="dev, ci, gpu, nightly or hunt: how many cases.")
+@click.option("--cases", type=click.IntRange(min=1), help="Number of cases, instead of the profile's.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Stop drawing cases after this time.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the search.")
+@click.option("--checks", "check_names", help="Comma-separated names of checks; all of them if left out.")
+@click.option("--contract", help="Judge under this contract (storage16, float32, recurrent32) instead of the target's.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file.")
+@click.option(
+    "--findings", type=click.Path(path_type=Path), default=DEFAULT_FINDINGS, show_default=True, help="Folder of findings."
+)
+@click.option(
+    "--worst", type=click.Path(path_type=Path), help=f"Folder of worst cases, tried first; {DEFAULT_WORST} if it exists."
+)
+@clear_errors
+def check(
+    target: str,
+    profile: str,
+    cases: int | None,
+    seconds: float | None,
+    seed: int,
+    check_names: str | None,
+    contract: str | None,
+    json_path: Path | None,
+    findings: Path,
+    worst: Path | None,
+) -> int:
+    """Search TARGET for failures: `verikda`, `emulator`, `transformers`, or `module:function`.
+
+    TARGET is any name that `verikda targets` lists, or a function with the public signature of chunk_kda on torch
+    tensors. Each failure is shrunk and written as one JSON file that `verikda replay` runs again.
+    """
+    from verikda.checking import check_command
+
+    return check_command(
+        target,
+        profile=profile,
+        cases=cases,
+        seconds=seconds,
+        seed=seed,
+        check_names=check_names,
+        contract=contract,
+        json_path=json_path,
+        findings=findings,
+        worst=worst if worst is not None else (DEFAULT_WORST if DEFAULT_WORST.is_dir() else None),
+    )
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("target", required=False)
+@click.option("--snippet", type=click.Path(path_type=Path), help="Write a standalone script (NumPy and the target only).")
+@click.option("--contract", help="Judge under this contract instead of the target's.")
+@clear_errors
+def replay(file: Path, target: str | None, snippet: Path | None, contract: str | None) -> int:
+    """Run the case in FILE again, on the target named in it or on TARGET, through every check."""
+    from verikda.checking import replay_command
+
+    return replay_command(file, target, snippet, contract)
+
+
+@main.command()
+@clear_errors
+def targets() -> int:
+    """List the targets that can be checked here, and why others cannot."""
+    from verikda.checking import targets_command
+
+    return targets_command()
+
+
+@main.command()
+@clear_errors
+def doctor() -> int:
+    """Show what this machine has: packages, compilers, GPU, cache, and what each command needs."""
+    from verikda.doctor import doctor_command
+
+    return doctor_command()

@@ -1,0 +1,33 @@
+"""What a result depends on besides its case: versions, platform, sources."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+
+PACKAGES = ("verikda", "numpy", "hypothesis", "mpmath", "ml_dtypes", "torch", "transformers", "cupy-cuda13x", "cupy-cuda12x",
+            "triton", "fla-core")  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that a result can depend on, and of Python."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if name == "verikda":
+                from verikda import __version__
+
+                found[name] = __version__
+    return found
+
+
+def environment() -> dict[str, object]:
+    """The `environment` field of every record: versions, platform, machine, command line."""
+    return {
+        "versions": versions(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "command": " ".join(["verikda", *sys.argv[1:]]),
+    }

@@ -1,0 +1,163 @@
+"""pytest plugin: `pytest --verikda-target=NAME` runs the checks on a target, one test per check.
+
+Fixtures for users' own tests: `verikda_target` (the target of the option), `verikda_check` (judge one Case on a
+target by named checks; fails the test with the finding's message).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from verikda.case import Case
+    from verikda.search import Summary
+    from verikda.targets.base import Target
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --verikda-target, --verikda-profile, --verikda-cases and --verikda-seed."""
+    group = parser.getgroup("verikda", "numerical checks of KDA and DeltaNet kernels")
+    group.addoption("--verikda-target", metavar="NAME", help="run the checks on this target (see `verikda targets`)")
+    group.addoption("--verikda-profile", default="ci", metavar="NAME", help="dev, ci, gpu, nightly or hunt (ci)")
+    group.addoption("--verikda-cases", type=int, metavar="N", help="number of cases, instead of the profile's")
+    group.addoption("--verikda-seed", type=int, default=0, metavar="N", help="seed of the search (0)")
+
+
+class CheckItem(pytest.Item):
+    """One check on one target; all items of a run share one search."""
+
+    def __init__(self, *, check: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.check = check
+
+    def runtest(self) -> None:
+        """Fail when the search found a failure of this check; skip when the check never ran."""
+        summary = _summary(self.config)
+        findings = [f for f in summary.findings if f.check == self.check]
+        if findings:
+            raise CheckFailed(findings)
+        counts = summary.checks.get(self.check)
+        if not counts or not counts["pass"]:
+            doubts = [text for text in summary.doubts if text.startswith(self.check + ":")]
+            reasons = doubts + list(summary.refusals)
+            pytest.skip(f"no case could tell: {reasons[0] if reasons else 'the check applies to no drawn case'}")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The finding's own message instead of a traceback."""
+        if isinstance(excinfo.value, CheckFailed):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        """Shown as verikda::target::check."""
+        return "verikda", None, f"verikda::{self.config.getoption('verikda_target')}::{self.check}"
+
+
+class CheckFailed(Exception):
+    """Findings of one check."""
+
+    def __init__(self, findings: list[Any]) -> None:
+        from verikda.finding import message
+
+        texts = []
+        for finding in findings:
+            path = finding.write(_FOLDER)
+            texts.append(
+                message(finding.target, finding.failures, finding.case, f"verikda replay {path}", minimal=finding.minimal)
+            )
+        super().__init__("\n".join(texts))
+
+
+from pathlib import Path  # noqa: E402
+
+_FOLDER = Path("verikda-findings")
+_SUMMARY: pytest.StashKey[Summary] = pytest.StashKey()
+
+
+def _summary(config: pytest.Config) -> Summary:
+    """The one search of this run, made when the first check asks for it."""
+    if _SUMMARY not in config.stash:
+        from verikda.checking import choose_profile
+        from verikda.search import Search, Settings
+        from verikda.targets import resolve
+
+        profile = choose_profile(config.getoption("verikda_profile"))
+        target = resolve(config.getoption("verikda_target"))
+        cases = config.getoption("verikda_cases")
+        settings = Settings(
+            cases=profile.cases if cases is None else cases,
+            stratified=profile.stratified,
+            turns=profile.turns,
+            seed=config.getoption("verikda_seed"),
+        )
+        config.stash[_SUMMARY] = Search(target, settings).run()
+    return config.stash[_SUMMARY]
+
+
+class CheckCollector(pytest.Collector):
+    """Collects one item per check."""
+
+    def collect(self) -> Iterator[CheckItem]:
+        """One item per check, in their order."""
+        from verikda.checks import CHECKS
+
+        for check in CHECKS:
+            yield CheckItem.from_parent(self, name=check.name, check=check.name)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Append the check items when a target was named."""
+    if not config.getoption("verikda_target"):
+        return
+    from verikda.targets import resolve
+    from verikda.targets.base import TargetError
+
+    try:
+        resolve(config.getoption("verikda_target"))
+        from verikda.checking import choose_profile
+
+        choose_profile(config.getoption("verikda_profile"))
+    except (TargetError, ValueError) as error:
+        raise pytest.UsageError(str(error)) from None
+    collector = CheckCollector.from_parent(session, name="verikda", nodeid="verikda")
+    items.extend(collector.collect())
+
+
+@pytest.fixture(scope="session")
+def verikda_target(request: pytest.FixtureRequest) -> Target:
+    """The target named by --verikda-target; the test is skipped without it."""
+    name = request.config.getoption("verikda_target")
+    if not name:
+        pytest.skip("give --verikda-target=NAME")
+    from verikda.targets import resolve
+
+    return resolve(name)
+
+
+@pytest.fixture(scope="session")
+def verikda_check() -> Callable[..., None]:
+    """`verikda_check(target, case, checks=None)`: run a case through checks; a failure fails the test.
+
+    `target` is a name or a Target, `checks` a sequence of names (all of them when None). An inconclusive or refused
+    case fails too: a test that cannot tell is no test.
+    """
+
+    def run(target: Target | str, case: Case, checks: tuple[str, ...] | None = None) -> None:
+        from verikda.checks import CHECKS, named
+        from verikda.finding import message
+        from verikda.run_case import run_case
+        from verikda.targets import resolve
+
+        chosen = resolve(target) if isinstance(target, str) else target
+        report = run_case(chosen, case, CHECKS if checks is None else named(tuple(checks)))
+        if report.verdict == "fail":
+            pytest.fail(message(chosen.name, report.failures, case, f"Case.from_json({case.to_json()!r})"), pytrace=False)
+        if report.verdict != "pass":
+            details = "; ".join(f"{o.check}: {o.detail}" for o in report.outcomes if o.verdict != "pass")
+            pytest.fail(f"{chosen.name}: {report.verdict}: {details}", pytrace=False)
+
+    return run

@@ -1,0 +1,121 @@
+"""One case on one target, through the checks: the straight path that every command takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from verikda.call import Call, Crashed, Malformed, Refused
+from verikda.case import Case
+from verikda.checks import CHECKS, FREE, Check, Context, Failure, Outcome
+from verikda.inputs import make_call
+from verikda.targets.base import Target
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """What every check said of one case.
+
+    Attributes
+    ----------
+    case : the case.
+    outcomes : one per check that ran.
+    skipped : reason per check that could not run on this case.
+    ran : what the target says it ran.
+    calls : calls of the target.    seconds : wall time, oracle and floor included.
+    """
+
+    case: Case
+    outcomes: tuple[Outcome, ...]
+    skipped: dict[str, str]
+    ran: str
+    calls: int
+    seconds: float
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        return tuple(f for outcome in self.outcomes for f in outcome.failures)
+
+    @property
+    def verdict(self) -> str:
+        """fail if any check failed; refused or inconclusive if the values could not be judged; else pass."""
+        verdicts = {outcome.verdict for outcome in self.outcomes}
+        if "fail" in verdicts:
+            return "fail"
+        judged = next((o.verdict for o in self.outcomes if o.check == "floor"), None)
+        if judged in ("inconclusive", "refused"):
+            return judged
+        for verdict in ("pass", "inconclusive", "refused"):
+            if verdict in verdicts:
+                return verdict
+        return "inconclusive"
+
+    @property
+    def worst_ratio(self) -> float:
+        """Largest ratio of any judged output, 0 if none was."""
+        return max((r for o in self.outcomes for r in o.ratios.values()), default=0.0)
+
+
+def run_check(check: Check, ctx: Context) -> Outcome:
+    """One check; a refusal, a crash and a malformed answer become outcomes."""
+    try:
+        return check.run(ctx)
+    except Refused as refusal:
+        return Outcome(check.name, "refused", detail=str(refusal))
+    except (Crashed, Malformed) as error:
+        kind = "the call crashed" if isinstance(error, Crashed) else "the answer is malformed"
+        return Outcome(check.name, "fail", (Failure(check.name, "call", f"{kind}: {error}"),))
+
+
+def run_call(
+    target: Target, call: Call, checks: tuple[Check, ...] = CHECKS, limit: float = 4.0, turns: tuple[int, int] | None = None
+) -> tuple[tuple[Outcome, ...], dict[str, str], Context]:
+    """Run the checks that apply to a call.
+
+    Parameters
+    ----------
+    turns : (start, count) runs the free checks and `count` of the others that apply, beginning at `start`
+        in their cycle; None runs them all.
+    """
+    ctx = Context(target, call, limit)
+    outcomes: list[Outcome] = []
+    skipped: dict[str, str] = {}
+    free = [c for c in checks if c.name in FREE]
+    others = [c for c in checks if c.name not in FREE]
+    if turns is not None:
+        start = turns[0] % max(1, len(others))
+        others = others[start:] + others[:start]
+    left = len(others) if turns is None else turns[1]
+    for check in (*free, *others):
+        if check.name not in FREE and left == 0:
+            break
+        reason = check.applies(ctx)
+        if reason is not None:
+            skipped[check.name] = reason
+            continue
+        outcomes.append(run_check(check, ctx))
+        if check.name not in FREE:
+            left -= 1
+        if outcomes[-1].verdict == "refused" and ctx.runs <= 1:
+            break  # the call itself is refused: every check would say the same
+    return tuple(outcomes), skipped, ctx
+
+
+def run_case(
+    target: Target,
+    case: Case,
+    checks: tuple[Check, ...] = CHECKS,
+    *,
+    limit: float = 4.0,
+    turns: tuple[int, int] | None = None,
+) -> CaseReport:
+    """Make the inputs of a case, run it on a target, and judge it by the checks."""
+    started = time.perf_counter()
+    call = make_call(case, backward=target.capabilities.backward)
+    outcomes, skipped, ctx = run_call(target, call, checks, limit, turns)
+    ran = ctx.result.ran if any(o.verdict in ("pass", "fail") for o in outcomes) and ctx.runs and _has_result(ctx) else ""
+    return CaseReport(case, outcomes, skipped, ran, ctx.runs, time.perf_counter() - started)
+
+
+def _has_result(ctx: Context) -> bool:
+    return "result" in ctx.__dict__  # cached_property: filled by a call that succeeded

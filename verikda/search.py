@@ -1,0 +1,223 @@
+"""The search: the corpus of worst cases first, then every regime once, then Hypothesis.
+
+Nothing stops at the first failure: each new kind of failure (check and output) is shrunk and kept, and the
+search goes on with the budget that is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from verikda.case import Case
+from verikda.checks import BY_NAME, CHECKS, Check
+from verikda.finding import Finding
+from verikda.run_case import CaseReport, run_case
+from verikda.shrink import shrink
+from verikda.strategies import cases, event_labels, permits, stratified
+from verikda.targets.base import Target
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Budget and rules of one search.
+
+    Attributes
+    ----------
+    cases : how many cases, corpus and stratified start included.
+    stratified : how many of them are the deterministic start in which every regime appears.
+    turns : further checks per case beside those that cost no call.
+    seconds : wall-clock limit, None for none; shrinking may run past it by `shrink_seconds` per finding.
+    limit : largest ratio that passes.
+    seed : of Hypothesis; the same seed and versions give the same cases.
+    """
+
+    cases: int = 100
+    stratified: int = 60
+    turns: int = 2
+    seconds: float | None = None
+    limit: float = 4.0
+    seed: int = 0
+    checks: tuple[Check, ...] = CHECKS
+    shrink_seconds: float = 20.0
+
+
+@dataclass
+class Summary:
+    """What a search saw, kept up to date while it runs.
+
+    Attributes
+    ----------
+    worst : per output, the largest ratio that any check saw and its case.
+    judged : per output, in how many cases it was judged.
+    checks : per check, counts of its verdicts.
+    verdicts : counts of case verdicts.
+    findings : one per new kind of failure.
+    refusals : texts with which the target declined, with counts.
+    """
+
+    target: str
+    worst: dict[str, tuple[float, Case]] = field(default_factory=dict)
+    judged: Counter[str] = field(default_factory=Counter)
+    checks: dict[str, Counter[str]] = field(default_factory=dict)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    failed_cases: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    doubts: Counter[str] = field(default_factory=Counter)
+    ran: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """fail, pass, or inconclusive when no case could tell right from wrong."""
+        if self.findings or self.failed_cases:
+            return "fail"
+        return "pass" if self.verdicts["pass"] else "inconclusive"
+
+    def failing_outputs(self) -> set[str]:
+        """Outputs named by a finding of a check of value."""
+        return {f.output for finding in self.findings for f in finding.failures}
+
+    def add(self, report: CaseReport) -> None:
+        """Count one case."""
+        self.verdicts[report.verdict] += 1
+        self.calls += report.calls
+        if report.ran:
+            self.ran[report.ran] += 1
+        for o in report.outcomes:
+            self.checks.setdefault(o.check, Counter())[o.verdict] += 1
+            if o.verdict == "refused":
+                self.refusals[o.detail] += 1
+            elif o.verdict == "inconclusive":
+                self.doubts[f"{o.check}: {o.detail}"] += 1
+            for output, ratio in o.ratios.items():
+                self.judged[output] += o.check == "floor"
+                if output not in self.worst or ratio > self.worst[output][0]:
+                    self.worst[output] = (ratio, report.case)
+        self.failed_cases += report.verdict == "fail"
+
+
+OnReport = Callable[[CaseReport], None]
+OnFinding = Callable[[Finding], None]
+
+
+class Search:
+    """One search of one target.
+
+    Parameters
+    ----------
+    on_report, on_finding : called as results come; a KeyboardInterrupt raised anywhere ends the search and
+        leaves `summary` with everything found so far.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        settings: Settings,
+        *,
+        first: Iterable[Case] = (),
+        on_report: OnReport | None = None,
+        on_finding: OnFinding | None = None,
+    ) -> None:
+        self.target = target
+        self.settings = settings
+        self.first = tuple(first)
+        self.summary = Summary(target.name)
+        self._on_report = on_report or (lambda report: None)
+        self._on_finding = on_finding or (lambda finding: None)
+        self._seen: set[tuple[str, str]] = set()
+        self._count = 0
+        self._started = 0.0
+
+    def run(self) -> Summary:
+        """Run to the end of the budget."""
+        self._started = time.perf_counter()
+        try:
+            capabilities = self.target.capabilities
+            for case in self.first:
+                if self._left() and permits(capabilities, case) is None:
+                    self._try(case, everything=True)
+            for case in stratified(capabilities, min(self.settings.stratified, self._left())):
+                if self._left():
+                    self._try(case)
+            if self._left():
+                self._generate(self._left())
+        except KeyboardInterrupt:
+            self.summary.interrupted = True
+        self.summary.seconds = time.perf_counter() - self._started
+        return self.summary
+
+    def _left(self) -> int:
+        over = self.settings.seconds is not None and time.perf_counter() - self._started > self.settings.seconds
+        return 0 if over else max(0, self.settings.cases - self._count)
+
+    def _generate(self, count: int) -> None:
+        import math
+
+        import hypothesis
+        from hypothesis import HealthCheck, Phase, given, target
+        from hypothesis import settings as hypothesis_settings
+
+        @hypothesis.seed(self.settings.seed)
+        @hypothesis_settings(
+            max_examples=count,
+            phases=[Phase.generate, Phase.target],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(cases(self.target.capabilities))
+        def explore(case: Case) -> None:
+            if not self._left():
+                return
+            report = self._try(case)
+            for label in event_labels(case):
+                hypothesis.event(label)
+            for output, ratio in sorted(self._ratios(report).items()):
+                target(math.log10(min(max(ratio, 1e-3), 1e12)), label=output)
+
+        explore()
+
+    @staticmethod
+    def _ratios(report: CaseReport) -> dict[str, float]:
+        return {k: v for o in report.outcomes if o.check == "floor" for k, v in o.ratios.items()}
+
+    def _try(self, case: Case, *, everything: bool = False) -> CaseReport:
+        settings = self.settings
+        turns = None if everything else (self._count * settings.turns, settings.turns)
+        report = run_case(self.target, case, settings.checks, limit=settings.limit, turns=turns)
+        self._count += 1
+        self.summary.add(report)
+        self._on_report(report)
+        for o in report.outcomes:
+            kinds = {(o.check, f.output) for f in o.failures}
+            if o.verdict == "fail" and not kinds <= self._seen:
+                self._seen |= kinds
+                finding = self._shrunk(report, o.check)
+                self._seen |= {(o.check, f.output) for f in finding.failures}
+                self.summary.findings.append(finding)
+                self._on_finding(finding)
+        return report
+
+    def _shrunk(self, report: CaseReport, check: str) -> Finding:
+        one = (BY_NAME[check],)
+        failures = next(o.failures for o in report.outcomes if o.check == check)
+
+        def attempt(case: Case) -> CaseReport | None:
+            if permits(self.target.capabilities, case) is not None:
+                return None
+            again = run_case(self.target, case, one, limit=self.settings.limit)
+            return again if again.verdict == "fail" else None
+
+        case, minimal = shrink(
+            report.case, lambda c: attempt(c) is not None, seconds=self.settings.shrink_seconds
+        )
+        final = attempt(case)
+        if final is not None and final.failures:
+            return Finding(self.target.name, check, case, minimal, final.failures, report.case, final.ran)
+        return Finding(self.target.name, check, report.case, False, failures, report.case, report.ran)
