@@ -1,0 +1,164 @@
+"""Targets: the implementations that can be checked, and how they are found by name.
+
+Besides the built-in names, any "package.module:function" with a public signature is a target, and so is
+whatever a package registers under the entry-point group "verikda.targets".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from verikda.targets.base import Target, TargetError
+from verikda.targets.contracts import Declared, contract_by_name
+
+__all__ = ["Available", "Target", "TargetError", "available", "contract_by_name", "resolve"]
+
+GROUP = "verikda.targets"
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A target that comes with this package: where it is made, and which modules it needs."""
+
+    description: str
+    module: str
+    factory: str
+    needs: tuple[str, ...] = ()
+    install: str = ""
+
+
+BUILT_IN = {
+    "emulator": BuiltIn(
+        "the chunked algorithm in NumPy, rounded to nearest where the contract says",
+        "verikda.targets.emulator",
+        "Emulator",
+    ),
+    "transformers": BuiltIn(
+        "Kimi-Linear's chunk_kimi_delta_attention, the torch path",
+        "verikda.targets.transformers",
+        "chunked",
+        ("torch", "transformers"),
+        "pip install 'verikda[peers]'",
+    ),
+    "transformers:recurrent": BuiltIn(
+        "Kimi-Linear's recurrent_kimi_delta_attention, the torch path",
+        "verikda.targets.transformers",
+        "recurrent",
+        ("torch", "transformers"),
+        "pip install 'verikda[peers]'",
+    ),
+    "fla": BuiltIn(
+        "flash-linear-attention's chunk_kda (GPU)",
+        "verikda.targets.fla",
+        "chunked",
+        ("torch", "fla"),
+        "pip install fla-core",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Available:
+    """One line of the list of targets; `why_not` is empty where it is installed."""
+
+    name: str
+    description: str
+    installed: bool
+    why_not: str = ""
+
+
+def available() -> list[Available]:
+    """The built-in targets and those that installed packages register, with what is missing for each."""
+    lines = []
+    for name, entry in BUILT_IN.items():
+        missing = [m for m in entry.needs if importlib.util.find_spec(m) is None]
+        why = f"no module named {', '.join(missing)}: {entry.install}" if missing else ""
+        lines.append(Available(name, entry.description, not missing, why))
+    for point in _entry_points():
+        if point.name not in BUILT_IN:
+            where = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+            lines.append(Available(point.name, f"{point.value}, registered by {where}", True))
+    return lines
+
+
+def resolve(name: str, *, contract: Declared | None = None, device: str | None = None) -> Target:
+    """The target called `name`.
+
+    Parameters
+    ----------
+    name : a built-in name, one that an installed package registers, or "package.module:function". The latter
+        two may also name a ready-made target, or a class that makes one without arguments.
+    contract : the rounding contract of a function, instead of the one it declares.
+    device : where a torch function runs, such as "cpu" or "cuda:1".
+
+    Raises
+    ------
+    TargetError
+        When there is no such target or it cannot be used; one sentence says why and what to do.
+    """
+    if name in BUILT_IN:
+        if contract is not None or device is not None:
+            raise TargetError(f"target {name} declares its own contract and device; they can be set for functions only")
+        entry = BUILT_IN[name]
+        return cast(Target, getattr(importlib.import_module(entry.module), entry.factory)())
+    for point in _entry_points():
+        if point.name == name:
+            try:
+                found = point.load()
+            except Exception as error:
+                raise TargetError(
+                    f"target {name}: loading {point.value} failed: {type(error).__name__}: {error}"
+                ) from error
+            return as_target(found, name, contract, device)
+    if ":" not in name:
+        known = [line.name for line in available()]
+        raise TargetError(f"target {name!r} is not known: use one of {', '.join(known)}, or package.module:function")
+    from verikda.targets.loading import load
+
+    return as_target(load(name), name, contract, device)
+
+
+def as_target(found: Any, name: str, contract: Declared | None = None, device: str | None = None) -> Target:
+    """A target from a target, a class of targets, or a function with a public signature.
+
+    A function works on torch tensors, or on NumPy arrays where its attribute `verikda_arrays` is "numpy".
+
+    Raises
+    ------
+    TargetError
+        When it is none of these.
+    """
+    if isinstance(found, type) and _is_target(found):
+        found = found()
+    if _is_target(found):
+        if contract is not None or device is not None:
+            raise TargetError(f"target {name} declares its own contract and device; they can be set for functions only")
+        return cast(Target, found)
+    if not callable(found):
+        raise TargetError(f"{name} is a {type(found).__name__}, neither a function nor a target")
+    function: Callable[..., Any] = found
+    arrays = getattr(function, "verikda_arrays", "torch")
+    if arrays == "numpy":
+        from verikda.targets.numpy_function import NumpyFunction
+
+        if device not in (None, "cpu"):
+            raise TargetError(f"{name} works on NumPy arrays; device {device!r} does not apply")
+        return NumpyFunction(function, name, contract=contract)
+    if arrays != "torch":
+        raise TargetError(f"{name}: verikda_arrays is {arrays!r}; use 'torch' or 'numpy'")
+    from verikda.targets.torch_function import TorchFunction
+
+    return TorchFunction(function, name, contract=contract, device=device)
+
+
+def _is_target(thing: Any) -> bool:
+    return all(hasattr(thing, part) for part in ("name", "capabilities", "contract", "run"))
+
+
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    return sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)

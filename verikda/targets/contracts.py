@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from oracles.contract import Contract, Dtype, chunked32, recurrent32, storage16
+from verikda.call import Call
 from verikda.targets.base import TargetError
+
+Declared = str | Contract | Callable[[Call], Contract]
+"""How a target declares its contract: by a name in `NAMES`, as it is, or depending on the call."""
 
 NAMES = ("storage16", "float32", "recurrent32")
 """storage16: intermediates in the 16-bit input dtype (float32 where inputs are); float32: chunked, all of it
@@ -27,3 +32,32 @@ def contract_by_name(name: str, dtype: str, chunk: int) -> Contract:
     if name == "recurrent32":
         return recurrent32()
     raise TargetError(f"contract {name!r} is not known: use one of {', '.join(NAMES)}")
+
+
+def check_declared(declared: Any, label: str) -> Declared:
+    """`declared`, if it can be used.
+
+    Raises
+    ------
+    TargetError
+        When it is a name that is not known, or neither a name, a Contract nor a function.
+    """
+    if isinstance(declared, str):
+        contract_by_name(declared, "float32", 64)
+        return declared
+    if isinstance(declared, Contract):
+        return declared
+    if callable(declared):
+        function: Callable[[Call], Contract] = declared
+        return function
+    raise TargetError(
+        f"{label}: its contract is a {type(declared).__name__}; give one of {', '.join(NAMES)}, "
+        "an oracles.contract.Contract, or a function from Call to Contract"
+    )
+
+
+def contract_of(declared: Declared, call: Call) -> Contract:
+    """The contract that a declaration means for one call."""
+    if isinstance(declared, str):
+        return contract_by_name(declared, call.dtypes["q"], call.chunk_size)
+    return declared if isinstance(declared, Contract) else declared(call)

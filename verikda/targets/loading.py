@@ -13,15 +13,15 @@ from typing import Any
 from verikda.targets.base import TargetError
 
 
-def load(spec: str) -> Callable[..., Any]:
-    """The callable that `spec`, "package.module:function", names; modules of the current folder count.
+def load(spec: str) -> Any:
+    """What `spec`, "package.module:function", names; modules of the current folder count.
 
     Importing the module runs its code.
 
     Raises
     ------
     TargetError
-        When the text has another form, the module cannot be imported, or it has no such callable.
+        When the text has another form, the module cannot be imported, or it has no such name.
     """
     module_name, colon, path = spec.partition(":")
     if not colon or not module_name or not path:
@@ -40,10 +40,7 @@ def load(spec: str) -> Callable[..., Any]:
                 f"{', '.join(public[:20]) or 'none'}"
             )
         found = getattr(found, part)
-    if not callable(found):
-        raise TargetError(f"{spec} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
-    return function
+    return found
 
 
 def _import(name: str) -> Any:

@@ -119,7 +119,9 @@ class Signature:
         return self.names[TENSORS.get(name, name)]
 
 
-def read(function: Callable[..., Any], label: str, swallowed: tuple[str, ...] = ()) -> Signature:
+def read(
+    function: Callable[..., Any], label: str, swallowed: tuple[str, ...] = (), supplied: tuple[str, ...] = ()
+) -> Signature:
     """The signature of `function`, as far as a Call can use it.
 
     Parameters
@@ -128,6 +130,7 @@ def read(function: Callable[..., Any], label: str, swallowed: tuple[str, ...] = 
     label : how messages call it.
     swallowed : parameters that the function is known to read from `**kwargs`; a function may list its own in an
         attribute `verikda_parameters`.
+    supplied : required parameters that the adapter gives by itself.
 
     Raises
     ------
@@ -153,7 +156,7 @@ def read(function: Callable[..., Any], label: str, swallowed: tuple[str, ...] = 
             f"{label} has parameters ({', '.join(parameters)}) but no {', '.join(missing)} by keyword: expected "
             "(q, k, v, g, beta, ...) or (query, key, value, g, beta, ...), without g for the plain delta rule"
         )
-    unknown = [n for n, p in usable.items() if p.default is p.empty and n not in names.values()]
+    unknown = [n for n, p in usable.items() if p.default is p.empty and n not in (*names.values(), *supplied)]
     if unknown:
         raise TargetError(
             f"{label} requires {', '.join(unknown)}, which a call cannot supply (known: {', '.join(KNOWN)}); "
@@ -165,15 +168,23 @@ def read(function: Callable[..., Any], label: str, swallowed: tuple[str, ...] = 
     return Signature(label, names, defaults)
 
 
-def declared(capabilities: Capabilities, changes: Mapping[str, Any], label: str) -> Capabilities:
-    """`capabilities` with the fields that a function declares in its attribute `verikda_capabilities`."""
+def declared_capabilities(function: Callable[..., Any], signature: Signature) -> Capabilities:
+    """What the signature allows, changed by the mapping of fields in the attribute `verikda_capabilities`.
+
+    Raises
+    ------
+    TargetError
+        When that names a field that `Capabilities` does not have.
+    """
+    changes: Mapping[str, Any] = getattr(function, "verikda_capabilities", {})
     known = {f.name for f in fields(Capabilities)}
     unknown = sorted(set(changes) - known)
     if unknown:
         raise TargetError(
-            f"{label}: verikda_capabilities has no field {', '.join(unknown)}; fields are {', '.join(sorted(known))}"
+            f"{signature.label}: verikda_capabilities has no field {', '.join(unknown)}; "
+            f"fields are {', '.join(sorted(known))}"
         )
-    return replace(capabilities, **changes)
+    return replace(signature.capabilities(), **changes)
 
 
 def argument_arrays(call: Call) -> dict[str, npt.NDArray[Any]]:

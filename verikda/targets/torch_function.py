@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,27 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from oracles.contract import Contract
-from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
+from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
+from verikda.targets.answer import check_array, sort_error
 from verikda.targets.base import TargetError
-from verikda.targets.contracts import contract_by_name
+from verikda.targets.contracts import Declared, check_declared, contract_of
 from verikda.targets.loading import describe
 from verikda.targets.memory import Block, Buffer, place_call
-
-Declared = str | Contract | Callable[[Call], Contract]
-"""A contract by name (`contracts.NAMES`), as it is, or depending on the call."""
-
-REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError)
-"""How functions decline arguments. Other errors are crashes: on arguments within its capabilities a function
-must not fail, and an IndexError or a shape mismatch deep inside is a fault."""
-
-UNSUPPORTED = re.compile(
-    r"\bunsupported\b(?! operation: more than one element)|\bnot (?:yet |currently )?(?:supported|implemented)"
-    r"|\bonly supports?\b|(?:does|do)(?: not|n't) support",
-    re.IGNORECASE,
-)
-"""A RuntimeError with such a text is a refusal too: it is what C++ extensions raise. The exception is torch's
-message about writing into an expanded tensor, which means that the function writes into its input."""
 
 
 class TorchFunction:
@@ -61,18 +46,15 @@ class TorchFunction:
         device: str | None = None,
         swallowed: tuple[str, ...] = (),
     ) -> None:
-        import_torch(name)
+        torch = import_torch(name)
         self.function = function
         self._name = name
         self.signature = sig.read(function, name, swallowed)
-        if capabilities is None:
-            changes = getattr(function, "verikda_capabilities", {})
-            capabilities = sig.declared(self.signature.capabilities(), changes, name)
-        self._capabilities = capabilities
-        self._contract = contract if contract is not None else getattr(function, "verikda_contract", "storage16")
-        if isinstance(self._contract, str):
-            contract_by_name(self._contract, "float32", 64)
-        self._device = device if device is not None else getattr(function, "verikda_device", None)
+        self._capabilities = capabilities or sig.declared_capabilities(function, self.signature)
+        self._contract = check_declared(contract or getattr(function, "verikda_contract", "storage16"), name)
+        self._device: str = device or getattr(function, "verikda_device", None) or _default_device(torch)
+        if self._device.startswith("cuda") and not torch.cuda.is_available():
+            raise TargetError(f"target {name} asks for device {self._device!r}, but torch finds no GPU; use 'cpu'")
 
     @property
     def name(self) -> str:
@@ -86,18 +68,13 @@ class TorchFunction:
 
     def contract(self, call: Call) -> Contract:
         """The declared contract, for the dtype and chunk size of this call."""
-        return pick_contract(self._contract, call)
-
-    def device(self) -> str:
-        """Where the tensors are put."""
-        torch = import_torch(self._name)
-        return self._device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return contract_of(self._contract, call)
 
     def run(self, call: Call) -> Result:
         """Make the call and, where gradients are wanted, the reverse call.
 
         A gradient that autograd reports as None, or every gradient where `o` carries none, is absent from the
-        result.
+        result, unless the loss cannot depend on that input (`independent`): there None is right and means 0.
 
         Raises
         ------
@@ -106,42 +83,34 @@ class TorchFunction:
         ValueError
             When the call needs what the signature lacks, or its values are not representable in their dtypes.
         """
-        torch = import_torch(self._name)
         if call.backward and call.problem.do is None and call.problem.dht is None:
             raise ValueError("a call with backward needs do or dht")
-        device = self.device()
+        device = self._device
         keywords = self.signature.keywords(call)
         blocks = place_call(call, sig.argument_arrays(call))
         buffers = {name: to_torch(block, device) for name, block in blocks.items()}
         views = {n: buffers[n].as_strided(b.shape, b.strides, b.offset).detach() for n, b in blocks.items()}
-        leaves = [n for n in sig.DIFFERENTIABLE if n in views] if call.backward else []
-        for name in leaves:
-            views[name].requires_grad_(True)
+        for name in sig.DIFFERENTIABLE:
+            if call.backward and name in views:
+                views[name].requires_grad_(True)
         keywords |= {self.signature.argument(n): t for n, t in views.items() if n not in ("do", "dht")}
 
         answer = guarded(lambda: self.function(**keywords), device)
-        o, ht = outputs(answer, call, self.signature.has("output_final_state"), torch)
+        o, ht = outputs(answer, call, self.signature.has("output_final_state"))
         found: dict[str, Any] = {"o": o} if ht is None else {"o": o, "ht": ht}
-        if call.backward and o.requires_grad:
-            found |= gradients(o, ht, {n: views[n] for n in leaves}, views.get("do"), views.get("dht"), device)
+        if call.backward and (o.requires_grad or not has_tokens(call)):
+            found |= gradients(call, o, ht, views, device)
 
         changed: list[str] = []
         for name, block in blocks.items():
             changed += block.changes(to_numpy(buffers[name], block))
         return Result(
             outputs={n: sig.normal_form(n, float64(t), call) for n, t in found.items()},
-            dtypes={n: str(t.dtype).removeprefix("torch.") for n, t in found.items()},
+            dtypes={n: dtype_name(t) for n, t in found.items()},
             changed=tuple(changed),
             ran=f"{describe(self.function)} on {device_name(device)}",
             layouts={n: b.layout for n, b in blocks.items()},
         )
-
-
-def pick_contract(declared: Declared, call: Call) -> Contract:
-    """The contract that a declaration means for one call."""
-    if isinstance(declared, str):
-        return contract_by_name(declared, call.dtypes["q"], call.chunk_size)
-    return declared if isinstance(declared, Contract) else declared(call)
 
 
 def guarded(call: Callable[[], Any], device: str, where: str = "") -> Any:
@@ -149,20 +118,14 @@ def guarded(call: Callable[[], Any], device: str, where: str = "") -> Any:
     try:
         value = call()
         if device.startswith("cuda"):
-            import_torch("").cuda.synchronize()
+            # Kernels run later; an error of theirs belongs to this call.
+            import_torch("").cuda.synchronize(device)
         return value
-    except REFUSALS as error:
-        raise Refused(f"{where}{type(error).__name__}: {error}") from error
     except Exception as error:
-        text = f"{where}{type(error).__name__}: {error}"
-        if type(error) is RuntimeError and UNSUPPORTED.search(str(error)):
-            raise Refused(text) from error
-        if "returned an invalid gradient" in text or "returned an incorrect number of gradients" in text:
-            raise Malformed(text) from error
-        raise Crashed(text) from error
+        raise sort_error(error, where) from error
 
 
-def outputs(answer: Any, call: Call, has_state: bool, torch: Any) -> tuple[Any, Any]:
+def outputs(answer: Any, call: Call, has_state: bool) -> tuple[Any, Any]:
     """(o, final state or None) of what a function returned, checked.
 
     Raises
@@ -174,39 +137,59 @@ def outputs(answer: Any, call: Call, has_state: bool, torch: Any) -> tuple[Any, 
     parts = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
     if not parts:
         raise Malformed("returned an empty tuple; expected o or (o, final_state)")
-    o, ht = parts[0], parts[1] if len(parts) > 1 else None
-    expected = sig.result_shapes(call)
+    o, ht = parts[0], parts[1] if len(parts) > 1 and has_state else None
     if has_state and ht is None:
         raise Malformed("returned no final_state although output_final_state=True was given")
-    for name, value in (("o", o), ("final_state", ht if has_state else None)):
-        shape = expected["o" if name == "o" else "ht"]
-        if value is None and name == "final_state":
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise Malformed(f"{name} is a {type(value).__name__}; expected a tensor of shape {list(shape)}")
-        if tuple(value.shape) != shape:
-            raise Malformed(f"{name} has shape {list(value.shape)}; expected {list(shape)}")
-        if not value.dtype.is_floating_point:
-            raise Malformed(f"{name} has dtype {value.dtype}; expected a floating dtype")
-    got = str(o.dtype).removeprefix("torch.")
-    if got != call.dtypes["q"]:
-        raise Malformed(f"o has dtype {got}; expected that of q, {call.dtypes['q']}")
-    return o, ht if has_state else None
+    check_tensor("o", o, call)
+    if has_state:
+        check_tensor("ht", ht, call)
+    return o, ht
 
 
-def gradients(o: Any, ht: Any, leaves: Mapping[str, Any], do: Any, dht: Any, device: str) -> dict[str, Any]:
+def check_tensor(name: str, value: Any, call: Call) -> None:
+    """Check that `value` is a tensor with the promised shape and dtype."""
+    if not isinstance(value, import_torch("").Tensor):
+        raise Malformed(f"{name} is a {type(value).__name__}; expected a tensor")
+    check_array(name, tuple(value.shape), dtype_name(value), call)
+
+
+def gradients(call: Call, o: Any, ht: Any, views: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Gradients of <o, do> + <ht, dht> by name; those that autograd does not know are left out."""
     torch = import_torch("")
-    pairs = [(o, do)] if do is not None else []
-    if dht is not None:
-        if ht is None or not ht.requires_grad:
-            raise Malformed("final_state carries no gradient, so the gradient that comes from it is lost")
-        pairs.append((ht, dht))
-    roots, weights = zip(*pairs, strict=True)
-    grads = guarded(
-        lambda: torch.autograd.grad(roots, tuple(leaves.values()), weights, allow_unused=True), device, "backward: "
-    )
-    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+    roots = {"do": o, "dht": ht}
+    if "dht" in views and has_tokens(call) and not (ht is not None and ht.requires_grad):
+        raise Malformed("final_state carries no gradient, so the gradient that comes from it is lost")
+    used = [n for n, root in roots.items() if n in views and root.requires_grad]
+    leaves = {n: views[n] for n in sig.DIFFERENTIABLE if n in views}
+    grads: tuple[Any, ...] = (None,) * len(leaves)
+    if used:
+        grads = guarded(
+            lambda: torch.autograd.grad(
+                [roots[n] for n in used], list(leaves.values()), [views[n] for n in used], allow_unused=True
+            ),
+            device,
+            "backward: ",
+        )
+    found = {}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is not None:
+            found[f"d{name}"] = grad
+        elif independent(name, call):
+            found[f"d{name}"] = torch.zeros_like(leaf)
+    return found
+
+
+def has_tokens(call: Call) -> bool:
+    """Whether any token belongs to a sequence."""
+    return any(last > first for _, first, last in call.problem.spans)
+
+
+def independent(name: str, call: Call) -> bool:
+    """Whether the loss <o, do> + <ht, dht> cannot depend on an input, whatever the values."""
+    p = call.problem
+    if not has_tokens(call):
+        return name != "h0" or p.dht is None
+    return name == "q" and p.do is None
 
 
 def import_torch(name: str) -> Any:
@@ -244,6 +227,15 @@ def float64(tensor: Any) -> npt.NDArray[np.float64]:
     """A float64 copy on the host."""
     torch = import_torch("")
     return np.array(tensor.detach().to(device="cpu", dtype=torch.float64).numpy())
+
+
+def _default_device(torch: Any) -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_name(tensor: Any) -> str:
+    """The dtype's name, as NumPy writes it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def device_name(device: str) -> str:

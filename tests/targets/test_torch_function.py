@@ -1,0 +1,368 @@
+"""The torch adapter: a right function is right through it, and each planted fault shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import calls
+import numpy as np
+import pytest
+
+from oracles.recurrence import forward_reverse
+from verikda.call import Crashed, Malformed, Refused
+from verikda.case import LAYOUTS
+
+torch = pytest.importorskip("torch", reason="the torch adapter needs PyTorch: pip install 'verikda[torch]'")
+
+import toy_kda  # noqa: E402
+
+from verikda.targets.base import TargetError  # noqa: E402
+from verikda.targets.torch_function import TorchFunction  # noqa: E402
+
+
+def target(function=toy_kda.chunk_kda, **options):
+    return TorchFunction(function, "toy", device="cpu", **options)
+
+
+def assert_right(result, call, rtol=1e-5):
+    expected = forward_reverse(call.problem)
+    assert set(result.outputs) == set(expected)
+    for name, value in expected.items():
+        assert np.abs(result.outputs[name] - value).max(initial=0) <= rtol * (np.abs(value).max(initial=0) + 1), name
+    assert result.changed == ()
+
+
+CALLS = {
+    "plain": calls.make(h0=False, dht=False),
+    "states": calls.make(),
+    "state gradient only": calls.make(do=False),
+    "grouped": calls.make(shape=(1, 6, 2, 6, 3, 2)),
+    "v first": calls.make(state_v_first=True),
+    "v first, no h0": calls.make(state_v_first=True, h0=False),
+    "packed": calls.make(shape=(1, 7, 1, 2, 3, 4), cu_seqlens=[0, 2, 2, 6], offsets="int32"),
+    "norm": calls.make(problem={"qk_l2norm": True}),
+    "sigmoid": calls.make(problem={"beta_sigmoid": True}),
+    "negative": calls.make(problem={"beta_sigmoid": True, "allow_neg_eigval": True}),
+    "softplus": calls.make(gate="softplus", params=True),
+    "bounded": calls.make(gate="bounded", params=True, safe_gate=True),
+    "bounded without parameters": calls.make(gate="bounded"),
+    "empty": calls.make(shape=(1, 0, 1, 2, 3, 4), cu_seqlens=[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_argument_arrives(name):
+    assert_right(target().run(CALLS[name]), CALLS[name])
+
+
+def test_scale_arrives():
+    call = calls.make()
+    call = replace(call, problem=replace(call.problem, scale=-0.3))
+    assert_right(target().run(call), call)
+
+
+def test_delta_rule():
+    call = calls.make(gate="none", shape=(1, 5, 2, 2, 3, 4))
+    t = target(toy_kda.chunk_delta_rule)
+    assert t.capabilities.rules == ("delta",)
+    assert_right(t.run(call), call)
+
+
+def test_other_convention():
+    call = calls.make()
+    assert_right(target(toy_kda.long_names).run(call), call)
+
+
+@pytest.mark.parametrize("poison", [None, np.nan, 1e30])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_memory_changes_nothing(dtype, layout, poison):
+    call = calls.make(dtype, shape=(1, 7, 1, 2, 3, 4), cu_seqlens=[0, 2, 2, 6])
+    plain, other = target().run(call), target().run(replace(call, layout=layout, poison=poison))
+    assert other.changed == ()
+    assert all(np.array_equal(plain.outputs[n], other.outputs[n]) for n in plain.outputs)
+    assert set(other.layouts) == {"q", "k", "v", "g", "beta", "h0", "cu_seqlens", "do", "dht"}
+    assert all(got.split(":")[0] in (layout, "sliced") for got in other.layouts.values())
+
+
+def test_dtypes_are_recorded():
+    result = target().run(calls.make("bfloat16", g_dtype="float32"))
+    assert result.dtypes["o"] == result.dtypes["dq"] == "bfloat16"
+    assert result.dtypes["ht"] == result.dtypes["dg"] == result.dtypes["dh0"] == "float32"
+
+
+def test_tensors_arrive_as_asked():
+    seen = {}
+
+    def f(q, k, v, g, beta, cu_seqlens=None):
+        seen.update(q=q, cu=cu_seqlens)
+        return toy_kda.chunk_kda(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+
+    call = calls.make(
+        "float16",
+        shape=(1, 4, 2, 2, 3, 4),
+        cu_seqlens=[0, 3, 4],
+        offsets="int32",
+        h0=False,
+        dht=False,
+        layout="strided",
+    )
+    target(f).run(call)
+    assert seen["q"].dtype == torch.float16
+    assert seen["q"].stride(-1) == 2
+    assert seen["q"].requires_grad
+    assert seen["cu"].dtype == torch.int32
+    target(f).run(replace(call, layout="misaligned", backward=False))
+    assert seen["q"].is_contiguous()
+    assert seen["q"].data_ptr() % 64 == 2
+    assert not seen["q"].requires_grad
+
+
+def test_what_ran_is_recorded():
+    ran = target().run(calls.make(backward=False)).ran
+    assert "toy_kda.chunk_kda" in ran
+    assert "toy_kda.py:" in ran
+    assert ran.endswith("on cpu")
+
+
+# Planted faults
+
+
+def broken(change):
+    """A right function with `change(tensors by name)` run on its inputs first."""
+
+    def f(q, k, v, g, beta, initial_state=None, output_final_state=False, cu_seqlens=None):
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        inputs |= change(inputs) or {}
+        return toy_kda.chunk_kda(
+            **inputs, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens
+        )
+
+    return target(f)
+
+
+def test_writing_into_an_input_is_seen():
+    def scale_in_place(x):
+        x["k"].data.mul_(2)
+
+    assert broken(scale_in_place).run(calls.make()).changed == ("k",)
+
+
+def test_writing_beside_an_input_is_seen():
+    def write_past_the_end(x):
+        q = x["q"].detach()
+        q.as_strided((1,), (1,), q.storage_offset() + q.numel()).fill_(5)
+
+    assert broken(write_past_the_end).run(calls.make()).changed == ("memory around q",)
+
+
+def test_writing_in_the_backward_is_seen():
+    class Zero(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, v):
+            return v.clone()
+
+        @staticmethod
+        def backward(ctx, d):
+            d.zero_()
+            return d
+
+    def f(q, k, v, g, beta):
+        o = toy_kda.chunk_kda(q, k, v, g, beta)[0]
+        return Zero.apply(o)
+
+    assert target(f).run(calls.make(h0=False, dht=False)).changed == ("do",)
+
+
+def reads_past_the_end(x):
+    # Rounds the token count up to 4 and multiplies what lies there by a zero mask, as tile loads do.
+    k = x["k"].detach()
+    tail = k.as_strided((4,), (1,), k.storage_offset() + k.numel())
+    return {"k": x["k"] + 0 * tail.sum()}
+
+
+def test_reading_past_the_end_is_seen_with_poison():
+    call = calls.make()
+    assert_right(broken(reads_past_the_end).run(call), call)
+    assert np.isnan(broken(reads_past_the_end).run(replace(call, poison=np.nan)).outputs["o"]).all()
+
+
+def test_reading_padding_rows_is_seen_with_poison():
+    def sums_all_rows(x):
+        return {"q": x["q"] + 0 * x["v"].sum()}
+
+    call = calls.make(shape=(1, 7, 1, 2, 3, 4), cu_seqlens=[0, 2, 2, 6])
+    assert_right(broken(sums_all_rows).run(call), call)
+    assert np.isnan(broken(sums_all_rows).run(replace(call, poison=np.nan)).outputs["o"][:, :6]).all()
+
+
+@pytest.mark.parametrize("layout", ["sliced", "strided"])
+def test_ignoring_strides_is_seen(layout):
+    def as_if_contiguous(x):
+        q = x["q"]
+        return {"q": q.as_strided(q.shape, torch.empty(q.shape).stride(), q.storage_offset())}
+
+    call = calls.make()
+    right = target().run(call).outputs
+    assert np.array_equal(broken(as_if_contiguous).run(call).outputs["o"], right["o"])
+    wrong = broken(as_if_contiguous).run(replace(call, layout=layout)).outputs
+    assert not np.allclose(wrong["o"], right["o"])
+
+
+def test_ignoring_the_storage_offset_is_seen():
+    def from_the_start(x):
+        return {"q": x["q"].as_strided(x["q"].shape, x["q"].stride(), 0)}
+
+    call = calls.make()
+    assert not np.allclose(broken(from_the_start).run(call).outputs["o"], target().run(call).outputs["o"])
+
+
+def answers(answer, message, call=None, error=Malformed):
+    def f(q, k, v, g, beta, initial_state=None, output_final_state=False):
+        o, ht = toy_kda.chunk_kda(q, k, v, g, beta, None, initial_state, output_final_state)
+        return answer(o, ht)
+
+    with pytest.raises(error, match=message):
+        target(f).run(call or calls.make())
+
+
+def test_malformed_answers():
+    answers(lambda o, ht: (o[:, :-1], ht), r"o has shape \[2, 4, 2, 4\]; expected \[2, 5, 2, 4\]")
+    answers(lambda o, ht: (o, ht.mT), r"final_state has shape \[2, 2, 4, 3\]; expected \[2, 2, 3, 4\]")
+    answers(lambda o, ht: (o.double(), ht), "o has dtype float64; expected float32")
+    answers(lambda o, ht: (o, ht.long()), "final_state has dtype int64; expected a floating dtype")
+    answers(lambda o, ht: o, "returned no final_state although output_final_state=True")
+    answers(lambda o, ht: (o.tolist(), ht), "o is a list; expected a tensor")
+    answers(lambda o, ht: (), "empty tuple")
+    answers(lambda o, ht: (o, ht.detach()), "final_state carries no gradient")
+
+
+def test_a_state_of_another_dtype_is_allowed_and_recorded():
+    def f(q, k, v, g, beta, initial_state=None, output_final_state=False):
+        o, ht = toy_kda.chunk_kda(q, k, v, g, beta, None, initial_state, output_final_state)
+        return o, ht.bfloat16()
+
+    assert target(f).run(calls.make()).dtypes["ht"] == "bfloat16"
+
+
+def test_missing_gradients_are_absent():
+    def no_beta(q, k, v, g, beta, initial_state=None, output_final_state=False):
+        return toy_kda.chunk_kda(q, k, v, g, beta.detach(), None, initial_state, output_final_state)
+
+    outputs = target(no_beta).run(calls.make()).outputs
+    assert set(outputs) == {"o", "ht", "dq", "dk", "dv", "dg", "dh0"}
+    assert set(target(toy_kda.forward_only).run(calls.make(dht=False)).outputs) == {"o", "ht"}
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, answer):
+        ctx.answer = answer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        return ctx.answer(d), None
+
+
+@pytest.mark.parametrize("answer", [lambda d: d[:, :1, :1], lambda d: "text"])
+def test_a_gradient_that_is_none_of_its_kind(answer):
+    def f(q, k, v, g, beta):
+        return toy_kda.chunk_kda(BadBackward.apply(q, answer), k, v, g, beta)[0]
+
+    with pytest.raises(Malformed, match="backward: "):
+        target(f).run(calls.make(h0=False, dht=False))
+
+
+def raising(error):
+    def f(q, k, v, g, beta):
+        raise error
+
+    return target(f), calls.make(h0=False, dht=False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("chunk_size 16 is not allowed"),
+        TypeError("bad"),
+        NotImplementedError("K > 128"),
+        AssertionError("initial_state must be in float32"),
+        RuntimeError("head size 5 is not supported"),
+        RuntimeError("this kernel only supports bfloat16"),
+        RuntimeError("Unsupported dtype"),
+        RuntimeError("'addmm' not implemented for 'Half'"),
+    ],
+)
+def test_refusals_carry_their_text(error):
+    t, call = raising(error)
+    with pytest.raises(Refused) as caught:
+        t.run(call)
+    assert str(caught.value) == f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        IndexError("list index out of range"),
+        ZeroDivisionError("division by zero"),
+        MemoryError("out of memory"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("The size of tensor a (5) must match the size of tensor b (4)"),
+        RuntimeError("unsupported operation: more than one element of the written-to tensor refers to one location"),
+        torch.OutOfMemoryError("not supported"),
+    ],
+)
+def test_other_errors_are_crashes(error):
+    t, call = raising(error)
+    with pytest.raises(Crashed) as caught:
+        t.run(call)
+    assert str(caught.value) == f"{type(error).__name__}: {error}"
+    assert caught.value.__cause__ is error
+
+
+def test_an_interrupt_is_no_outcome():
+    t, call = raising(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        t.run(call)
+
+
+def test_refusal_in_the_backward():
+    def later(d):
+        raise NotImplementedError("forward only")
+
+    def f(q, k, v, g, beta):
+        return toy_kda.chunk_kda(BadBackward.apply(q, later), k, v, g, beta)[0]
+
+    with pytest.raises(Refused, match="backward: NotImplementedError: forward only"):
+        target(f).run(calls.make(h0=False, dht=False))
+
+
+def test_calls_that_make_no_sense():
+    with pytest.raises(ValueError, match="a call with backward needs do or dht"):
+        target().run(calls.make(do=False, dht=False))
+    call = calls.make()
+    with pytest.raises(ValueError, match="not representable in bfloat16"):
+        target().run(replace(call, dtypes=dict(call.dtypes, q="bfloat16")))
+
+
+def test_device_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TargetError, match="asks for device 'cuda', but torch finds no GPU"):
+        TorchFunction(toy_kda.chunk_kda, "toy", device="cuda")
+
+
+def test_contracts():
+    call = calls.make("bfloat16", chunk_size=32)
+    assert target().contract(call).name == "storage-bfloat16-c32"
+    assert target(contract="recurrent32").contract(call).chunk is None
+    with pytest.raises(TargetError, match="contract 'storage8' is not known: use one of storage16"):
+        target(contract="storage8")
+    with pytest.raises(TargetError, match="its contract is a int"):
+        target(contract=5)
+
+    def f(q, k, v, g, beta):
+        pass
+
+    f.verikda_contract = "float32"
+    assert target(f).contract(call).name == "float32-c32"

@@ -1,0 +1,61 @@
+"""What may come back from a target's function: which errors decline a call, and which arrays are a result."""
+
+from __future__ import annotations
+
+import re
+
+from verikda.call import Call, Crashed, Malformed, Refused
+from verikda.targets.signature import result_shapes
+
+REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError)
+"""How functions decline arguments. Any other error is a crash: on arguments within its capabilities a function
+must not fail, and an IndexError or a shape mismatch deep inside is a fault."""
+
+UNSUPPORTED = re.compile(
+    r"\bunsupported\b(?! operation: more than one element)|\bnot (?:yet |currently )?(?:supported|implemented)"
+    r"|\bonly supports?\b|(?:does|do)(?: not|n't) support",
+    re.IGNORECASE,
+)
+"""A plain RuntimeError with such a text is a refusal too: it is what C++ extensions raise. The exception is torch's
+message about writing into an expanded tensor, which means that the function writes into its input."""
+
+BAD_GRADIENT = (
+    "returned an invalid gradient",
+    "returned an incorrect number of gradients",
+    "expected Variable or None",
+)
+"""What autograd says when a backward function answers with the wrong shapes, or with no tensor."""
+
+
+def sort_error(error: Exception, where: str = "") -> Exception:
+    """The outcome that an exception of the target's call means; raise it from `error`."""
+    text = f"{where}{type(error).__name__}: {error}"
+    if any(part in text for part in BAD_GRADIENT):
+        return Malformed(text)
+    if isinstance(error, REFUSALS) or (type(error) is RuntimeError and UNSUPPORTED.search(str(error))):
+        return Refused(text)
+    return Crashed(text)
+
+
+def check_array(name: str, shape: tuple[int, ...], dtype: str, call: Call) -> None:
+    """Check one returned array against what the public signature promises.
+
+    o must have the dtype of q; gradients that of their input, which autograd enforces and others must keep.
+    The states (ht, dh0) may have any floating dtype: the public one is float32, and what it is gets recorded.
+
+    Raises
+    ------
+    Malformed
+        When shape or dtype is another.
+    """
+    label = {"ht": "final_state"}.get(name, name)
+    expected = result_shapes(call).get(name)
+    if expected is None:
+        raise Malformed(f"returned {label}, which this call has no input for")
+    if shape != expected:
+        raise Malformed(f"{label} has shape {list(shape)}; expected {list(expected)}")
+    if not dtype.startswith(("float", "bfloat")):
+        raise Malformed(f"{label} has dtype {dtype}; expected a floating dtype")
+    promised = call.dtypes["q" if name == "o" else name.removeprefix("d")] if name not in ("ht", "dh0") else dtype
+    if dtype != promised:
+        raise Malformed(f"{label} has dtype {dtype}; expected {promised}")

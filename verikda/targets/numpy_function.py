@@ -1,0 +1,122 @@
+"""A function on NumPy arrays with the public chunk_kda parameters plus do and dht, as a target.
+
+It answers forward and reverse at once, as a dictionary: o, final_state, and with do or dht given also dq, dk,
+dv, dg, dbeta, dh0, dA_log, ddt_bias as far as their inputs are given. Arrays have the dtypes of the call
+(bfloat16 is that of ml_dtypes) and really lie in memory as the call asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from oracles.contract import Contract
+from oracles.problem import Array
+from verikda.call import Call, Capabilities, Malformed, Result
+from verikda.targets import signature as sig
+from verikda.targets.answer import check_array, sort_error
+from verikda.targets.contracts import Declared, check_declared, contract_of
+from verikda.targets.loading import describe
+from verikda.targets.memory import place_call
+
+NumpyKda = Callable[..., Mapping[str, Any]]
+
+
+class NumpyFunction:
+    """A target that calls `function` with arrays.
+
+    Parameters
+    ----------
+    function : takes q, k, v, (g,) beta, what else its signature names, and do and dht for the reverse.
+    name : of the target.
+    capabilities : None derives them from the signature, then applies the function's own `verikda_capabilities`.
+    contract : None takes the function's own `verikda_contract`, else 16-bit storage for 16-bit inputs.
+
+    Raises
+    ------
+    TargetError
+        When the signature cannot be used.
+    """
+
+    def __init__(
+        self,
+        function: NumpyKda,
+        name: str,
+        *,
+        capabilities: Capabilities | None = None,
+        contract: Declared | None = None,
+    ) -> None:
+        self.function = function
+        self._name = name
+        self.signature = sig.read(function, name, supplied=("do", "dht"))
+        self._capabilities = capabilities or sig.declared_capabilities(function, self.signature)
+        self._contract = check_declared(contract or getattr(function, "verikda_contract", "storage16"), name)
+
+    @property
+    def name(self) -> str:
+        """The name under which it was made."""
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its signature allows, or what it declares."""
+        return self._capabilities
+
+    def contract(self, call: Call) -> Contract:
+        """The declared contract, for the dtype and chunk size of this call."""
+        return contract_of(self._contract, call)
+
+    def run(self, call: Call) -> Result:
+        """Make the call.
+
+        Raises
+        ------
+        Refused, Crashed, Malformed
+            See `Target.run`.
+        ValueError
+            When the call needs what the signature lacks, or its values are not representable in their dtypes.
+        """
+        keywords = self.signature.keywords(call)
+        blocks = place_call(call, sig.argument_arrays(call))
+        buffers = {name: block.copy() for name, block in blocks.items()}
+        for name, block in blocks.items():
+            argument = name if name in ("do", "dht") else self.signature.argument(name)
+            keywords[argument] = block.view(buffers[name])
+        try:
+            answer = self.function(**keywords)
+        except Exception as error:
+            raise sort_error(error) from error
+        found = _named(answer)
+        if "o" not in found:
+            raise Malformed(f"returned {', '.join(found) or 'nothing'}; expected at least o")
+        for name, value in found.items():
+            check_array(name, value.shape, value.dtype.name, call)
+        changed = [text for name, block in blocks.items() for text in block.changes(buffers[name])]
+        return Result(
+            outputs={n: sig.normal_form(n, _float64(a), call) for n, a in found.items()},
+            dtypes={n: a.dtype.name for n, a in found.items()},
+            changed=tuple(changed),
+            ran=f"{describe(self.function)} on cpu",
+            layouts={n: b.layout for n, b in blocks.items()},
+        )
+
+
+def _named(answer: Any) -> dict[str, Any]:
+    """The arrays of an answer by the names of `oracles.problem`."""
+    if not isinstance(answer, Mapping):
+        raise Malformed(f"returned a {type(answer).__name__}; expected a dictionary with o, final_state, dq, ...")
+    found: dict[str, Any] = {}
+    for key, value in answer.items():
+        if value is None:
+            continue
+        name = "ht" if key == "final_state" else str(key)
+        if not isinstance(value, np.ndarray):
+            raise Malformed(f"{key} is a {type(value).__name__}; expected an array")
+        found[name] = value
+    return found
+
+
+def _float64(value: Any) -> Array:
+    return np.array(value, dtype=np.float64)
