@@ -1,0 +1,246 @@
+"""The arithmetic in which the emulator runs: exact, rounded to nearest, or stochastic.
+
+The algorithm is written once against `Operations`. Its arrays have three axes, or four with a
+leading run axis [R, ...] once a stochastic operation has touched them; NumPy's broadcasting
+lets both kinds meet, so whatever does not depend on the run is computed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from oracles.contract import Contract
+from oracles.rounding import Floats, hashed_noise, round_stochastic, round_to
+
+UNIT = 2.0**-24
+"""Unit roundoff of float32."""
+
+FLUSH = 2.0**-126
+"""Smallest normal float32: exponentials below it may be flushed to zero on a GPU."""
+
+
+class Operations:
+    """Float64 without any rounding. The other two arithmetics change single methods.
+
+    Attributes
+    ----------
+    real : dtype of the arrays.
+    runs : length of the run axis, or None without one.
+    """
+
+    real: type[np.floating] = np.float64
+    runs: int | None = None
+
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+
+    def array(self, x: npt.ArrayLike) -> Floats:
+        """An input as this arithmetic holds it."""
+        return np.asarray(x, self.real)
+
+    def state(self, x: npt.ArrayLike) -> Floats:
+        """A writable copy of x, with a run axis where there are runs."""
+        y = self.array(x)
+        return y.copy() if self.runs is None else np.repeat(y[None], self.runs, axis=0)
+
+    def empty(self, *shape: int) -> Floats:
+        """Uninitialised array, with a run axis where there are runs."""
+        return np.empty(shape if self.runs is None else (self.runs, *shape), self.real)
+
+    def site(self, name: str, x: Floats) -> Floats:
+        """Round to the contract's storage dtype if `name` is one of its sites, else to `wide`."""
+        return x
+
+    def wide(self, x: Floats) -> Floats:
+        """One rounding to float32: an elementwise result that is kept."""
+        return x
+
+    def exp(self, x: Floats) -> Floats:
+        """Exponential."""
+        return np.exp(x)
+
+    def softplus(self, x: Floats) -> Floats:
+        """log(1 + exp x)."""
+        return np.logaddexp(self.real(0), x)
+
+    def dot(self, a: Floats, b: Floats) -> Floats:
+        """Matrix product over the last two axes."""
+        return np.matmul(a, b)
+
+    def accumulated(self, s: Floats, squares: Floats | None, terms: Floats | float) -> Floats:
+        """S as the sum of `terms` products whose squares sum to `squares`."""
+        return s
+
+    def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
+        """Sum over an axis, which is kept with length 1."""
+        return x.sum(axis, keepdims=True)
+
+    def cumsum(self, x: Floats) -> Floats:
+        """Inclusive cumulative sum along the last axis but one."""
+        return np.cumsum(x, axis=-2)
+
+    def suffix_cumsum(self, x: Floats) -> Floats:
+        """Inclusive cumulative sum from the end along the last axis but one."""
+        return self.cumsum(x[..., ::-1, :])[..., ::-1, :]
+
+    def output(self, x: Floats, dtype: str) -> Floats:
+        """A result as the caller receives it."""
+        return x
+
+    @property
+    def noisy(self) -> bool:
+        """Whether `accumulated` needs the sums of squares."""
+        return False
+
+
+class NearestOperations(Operations):
+    """Real float32 arithmetic, each site rounded to nearest."""
+
+    real = np.float32
+
+    def site(self, name: str, x: Floats) -> Floats:
+        return round_to(x, self.contract.storage) if name in self.contract.sites else x
+
+    def output(self, x: Floats, dtype: str) -> Floats:
+        return round_to(x, dtype)
+
+
+class StochasticOperations(Operations):
+    """Real float32 arithmetic, each site rounded stochastically, once per run.
+
+    Outputs are not rounded: their half-ulp is added analytically where values are judged.
+    """
+
+    real = np.float32
+
+    def __init__(self, contract: Contract, rng: np.random.Generator, runs: int) -> None:
+        super().__init__(contract)
+        self.rng = rng
+        self.runs = runs
+
+    def salt(self) -> npt.NDArray[np.uint32]:
+        """One fresh salt per run, broadcastable against [R, ., ., .]."""
+        assert self.runs is not None
+        return self.rng.integers(0, 1 << 32, (self.runs, 1, 1, 1), np.uint32)
+
+    def site(self, name: str, x: Floats) -> Floats:
+        if name not in self.contract.sites:
+            return self.wide(x)
+        return round_stochastic(x, self.contract.storage, self.salt())
+
+
+class NoisyOperations(StochasticOperations):
+    """Float64 arithmetic with the noise of float32 added where float32 would round.
+
+    Needed where float32 is the contract: real float32 arithmetic commits the same errors in every
+    run, so it says nothing about those of another order of summation.
+
+    **Dot product.** A float32 accumulation of products p_1..p_n rounds each partial sum s_k with an
+    error of variance about u^2 s_k^2 / 4 (u = 2^-24: one rounding to nearest has variance
+    ulp^2/12 = u^2 2^(2e) / 3, which over mantissas is 0.18 u^2 s^2; stochastic rounding doubles it).
+    Products of random sign give E s_k^2 = (k/n) sum p^2, so the errors sum to (n/2) sum p^2; products of one
+    sign give s_k = (k/n) s, so they sum to (n/3) s^2. Both are added: variance u^2/4 (n/2 sum p^2 + n/3 s^2),
+    with n the number of nonzero terms. A single product costs its own rounding.
+
+    **Exponential.** GPUs compute 2^(x log2 e) by an instruction exact to about 2 ulp: relative
+    deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact. Results under 2^-126 may be flushed.
+
+    **Cumulative sum.** Sequential: every partial sum adds an error of deviation u/2 times itself, which all later ones keep.
+    """
+
+    real = np.float64
+
+    @property
+    def noisy(self) -> bool:
+        return True
+
+    def wide(self, x: Floats) -> Floats:
+        return round_stochastic(x, "float32", self.salt())
+
+    def exp(self, x: Floats) -> Floats:
+        y = np.exp(x)
+        sigma = UNIT * np.sqrt(np.minimum(1.0 + x * x / 4.0, 1e12))
+        y = y * (1.0 + np.where(x == 0, 0.0, sigma) * hashed_noise(x, self.salt()))
+        return np.where(np.abs(y) < FLUSH, self._flushed(y), y)
+
+    def softplus(self, x: Floats) -> Floats:
+        # 1 + exp x is rounded to float32, as in the formula log(1 + exp x) that kernels use
+        small = np.minimum(x, 30.0)
+        return np.where(x > 20.0, x, np.log(self.wide(1.0 + self.exp(small))))
+
+    def _flushed(self, y: Floats) -> Floats:
+        return np.floor(y / FLUSH + self.rng.random((y.shape[0], 1, 1, 1))) * FLUSH
+
+    def dot(self, a: Floats, b: Floats) -> Floats:
+        s = np.matmul(a, b)
+        a0, b0 = one_run(a), one_run(b)
+        squares = np.matmul(a0 * a0, b0 * b0)
+        used_a = np.count_nonzero(a0, axis=-1)[..., :, None]
+        used_b = np.count_nonzero(b0, axis=-2)[..., None, :]
+        return self.accumulated(s, squares, np.minimum(used_a, used_b))
+
+    def accumulated(self, s: Floats, squares: Floats | None, terms: Floats | float) -> Floats:
+        s0 = one_run(s)
+        variance = np.maximum(terms, 1.0) * (0.5 * squares + s0 * s0 / 3.0)  # type: ignore[operator]
+        return s + (0.5 * UNIT) * np.sqrt(variance) * hashed_noise(s, self.salt())
+
+    def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
+        s = x.sum(axis, keepdims=True)
+        x0 = one_run(x)
+        return self.accumulated(s, (x0 * x0).sum(axis, keepdims=True), np.count_nonzero(x0, axis=axis, keepdims=True))
+
+    def cumsum(self, x: Floats) -> Floats:
+        s = np.cumsum(x, axis=-2)
+        size = np.where(x == 0, 0.0, (0.5 * UNIT) * np.abs(s))  # adding 0 is exact
+        return s + np.cumsum(size * hashed_noise(s, self.salt()), axis=-2)
+
+
+def one_run(x: Floats) -> Floats:
+    """X without its run axis: the first run stands for all where only the size of an error is wanted."""
+    return x[0] if x.ndim == 4 else x
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The algorithm in float64: to be compared with the recurrence."""
+
+    def under(self, contract: Contract) -> Operations:
+        """Operations for one contract."""
+        return Operations(contract)
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A healthy implementation of the contract: float32, sites rounded to nearest."""
+
+    def under(self, contract: Contract) -> Operations:
+        """Operations for one contract."""
+        return NearestOperations(contract)
+
+
+@dataclass(frozen=True)
+class Stochastic:
+    """Runs of Monte Carlo arithmetic, from which a noise floor is made.
+
+    Attributes
+    ----------
+    rng : source of the salts.
+    runs : R >= 1.
+    noisy : whether float32 noise is explicit (NoisyOperations). None: only where the contract stores float32;
+        under 16-bit storage real float32 arithmetic stands in for it, which is faster.
+    """
+
+    rng: np.random.Generator
+    runs: int
+    noisy: bool | None = None
+
+    def under(self, contract: Contract) -> Operations:
+        """Operations for one contract."""
+        noisy = contract.storage == "float32" if self.noisy is None else self.noisy
+        return (NoisyOperations if noisy else StochasticOperations)(contract, self.rng, self.runs)
+
+
+Arithmetic = Exact | Nearest | Stochastic

@@ -1,0 +1,132 @@
+"""Products inside a chunk that carry a decay per channel.
+
+    Aqk_ij = M_ij  sum_d Q_id K_jd exp(Gamma_id - Gamma_jd)        L_ij = M1_ij sum_d K_id K_jd exp(Gamma_id - Gamma_jd)
+    left_i  = sum_j dL_ij K_j exp(Gamma_i - Gamma_j)
+    right_j = sum_i (dAqk_ij Q_i + dL_ij K_i) exp(Gamma_i - Gamma_j)
+
+The decay is formed pair by pair, never as exp(Gamma_i) exp(-Gamma_j): for g <= 0 no exponent that
+is used is positive. Masked pairs get the exponent -inf before exp sees them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oracles.arithmetic import Operations, one_run
+from oracles.rounding import Floats
+
+_SLAB_BYTES = 1 << 21
+"""Decays held at once: about one second-level cache."""
+
+
+class GatedProducts:
+    """The products of all blocks.
+
+    Parameters
+    ----------
+    op : arithmetic.
+    Q, K : [.., X, C, K].
+    Gamma : [.., X, C, K], or None when there is no gate.
+    """
+
+    def __init__(self, op: Operations, Q: Floats, K: Floats, Gamma: Floats | None) -> None:
+        self.op, self.Q, self.K = op, Q, K
+        C = K.shape[-2]
+        self.M = np.tril(np.ones((C, C), op.real))
+        self.exclude = np.where(self.M > 0, 0.0, -np.inf).astype(op.real)[..., None]
+        self.gamma = None if Gamma is None else one_run(Gamma)
+        self.e: Floats | None = None
+        if Gamma is not None and Gamma.ndim == 4:
+            # Gamma differs between runs by roundings alone. With Gamma0 that of the first run,
+            # exp(Gamma_i - Gamma_j) = exp(Gamma0_i - Gamma0_j) e_i / e_j, so the decays need no run axis.
+            self.e = np.exp(np.clip(Gamma - self.gamma, -30.0, 30.0))
+        self.Qi, self.Ki, self.Kj = (Q, K, K) if self.e is None else (Q * self.e, K * self.e, K / self.e)
+
+    def forward(self) -> tuple[Floats, Floats]:
+        """Aqk [.., X, C, C] (diagonal included) and L (strictly lower)."""
+        op, M = self.op, self.M
+        if self.gamma is None:
+            KT = np.swapaxes(self.K, -1, -2)
+            return op.dot(self.Q, KT) * M, op.dot(self.K, KT) * np.tril(M, -1)
+        both = np.stack(np.broadcast_arrays(self.Qi, self.Ki), axis=-1)  # [.., X, C, K, 2]
+        s = np.empty((*both.shape[:-2], M.shape[0], 2), op.real)
+        squares = np.empty(s.shape[-4:], op.real) if op.noisy else None
+        for at in self._slabs():
+            E, weight = self._decay(at)
+            s[..., at, :, :, :] = np.matmul(E * self.Kj[..., at, None, :, :], both[..., at, :, :, :])
+            if squares is not None and weight is not None:
+                k, qk = one_run(self.Kj)[at, None], both[(0,) * (both.ndim - 4)][at]
+                squares[at] = np.matmul(weight * (k * k), qk * qk)
+        Aqk = self._sum(s[..., 0], None if squares is None else squares[..., 0], self.K.shape[-1])
+        L = self._sum(s[..., 1], None if squares is None else squares[..., 1], self.K.shape[-1])
+        return Aqk * M, L * np.tril(M, -1)
+
+    def backward(self, dAqk: Floats, dL: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return dQ, left and right, each [.., X, C, K].
+
+        dAqk is used without its diagonal, whose terms cancel exactly in dGamma: the caller adds
+        dAqk_ii K_i to dQ and dAqk_ii Q_i to dK.
+        """
+        op = self.op
+        dAqk = dAqk * np.tril(self.M, -1)
+        if self.gamma is None:
+            return (
+                op.dot(dAqk, self.K),
+                op.dot(dL, self.K),
+                op.dot(np.swapaxes(dAqk, -1, -2), self.Q) + op.dot(np.swapaxes(dL, -1, -2), self.K),
+            )
+        both = np.stack(np.broadcast_arrays(dAqk, dL), axis=-2)  # [.., X, i, 2, j]
+        across = np.swapaxes(both, -1, -3)  # [.., X, j, 2, i]
+        runs = np.broadcast_shapes(both.shape[:-4], self.Kj.shape[:-3])
+        rows = np.empty((*runs, *both.shape[-4:-1], self.K.shape[-1]), op.real)
+        right = np.empty((*runs, *self.K.shape[-3:]), op.real)
+        row_squares, right_squares = np.empty(rows.shape[-4:], op.real), np.empty(right.shape[-3:], op.real)
+        b0, a0 = both[(0,) * len(both.shape[:-4])] ** 2, across[(0,) * len(both.shape[:-4])] ** 2
+        for at in self._slabs():
+            E, weight = self._decay(at)
+            rows[..., at, :, :, :] = np.matmul(both[..., at, :, :, :], E * self.Kj[..., at, None, :, :])
+            by_q, by_k = (np.swapaxes(E * x[..., at, :, None, :], -2, -3) for x in (self.Qi, self.Ki))
+            a = across[..., at, :, :, :]
+            right[..., at, :, :] = (np.matmul(a[..., :1, :], by_q) + np.matmul(a[..., 1:, :], by_k))[..., 0, :]
+            if weight is not None:
+                k, kj, q = one_run(self.Ki)[at, :, None], one_run(self.Kj)[at, None], one_run(self.Qi)[at, :, None]
+                row_squares[at] = np.matmul(b0[at], weight * (kj * kj))
+                by_q, by_k = (np.swapaxes(weight * (x * x), -2, -3) for x in (q, k))
+                right_squares[at] = (np.matmul(a0[at, :, :1], by_q) + np.matmul(a0[at, :, 1:], by_k))[..., 0, :]
+        i = np.arange(self.M.shape[0], dtype=op.real)[:, None]
+        dQ = self._sum(rows[..., 0, :], row_squares[..., 0, :], i)
+        left = self._sum(rows[..., 1, :], row_squares[..., 1, :], i)
+        right = self._sum(right, right_squares, 2 * i[::-1])
+        return (dQ, left, right) if self.e is None else (dQ * self.e, left * self.e, right / self.e)
+
+    def _slabs(self) -> list[slice]:
+        X, C, K = self.K.shape[-3:]
+        size = max(1, _SLAB_BYTES // (C * C * K * np.dtype(self.op.real).itemsize * (self.op.runs or 1)))
+        return [slice(a, min(a + size, X)) for a in range(0, X, size)]
+
+    def _decay(self, at: slice) -> tuple[Floats, Floats | None]:
+        """E = exp(Gamma_i - Gamma_j) [x, C, C, K], and for noisy arithmetic E^2 (1 + x^2/4).
+
+        The latter is the square of one exponential's deviation in units of u^2, see NoisyOperations.
+        """
+        assert self.gamma is not None
+        gamma = self.gamma[at]
+        x = gamma[:, :, None, :] - gamma[:, None, :, :]
+        x += self.exclude
+        E = np.exp(x)
+        if not self.op.noisy:
+            return E, None
+        np.maximum(x, -200.0, out=x)
+        x *= 0.5
+        x *= x
+        x += 1.0
+        x *= E
+        x *= E
+        return E, x
+
+    def _sum(self, s: Floats, squares: Floats | None, terms: Floats | float) -> Floats:
+        """A sum of products with exponentials: their noise u^2 squares is added to that of accumulation."""
+        if not self.op.noisy or squares is None:
+            return s
+        # accumulated() takes u^2/4 (terms/2) squares, so a factor 1 + 8/terms adds u^2 squares
+        return self.op.accumulated(s, squares * (1.0 + 8.0 / np.maximum(terms, 1.0)), terms)

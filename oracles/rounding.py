@@ -1,0 +1,143 @@
+"""Rounding to a storage dtype: to nearest, and stochastically.
+
+Stochastic rounding replaces x by a neighbour of spacing q, `floor(x/q + U) q` with U in [0, 1)
+(Monte Carlo arithmetic; Parker, 1997). Its error is f q or (1-f) q, never smaller than the error
+min(f, 1-f) q of rounding to nearest, and its variance averages twice that of rounding to nearest.
+
+U is not drawn per element: it is a hash of the mantissa of x and of a salt that each run and site
+draws once. Rounding to nearest commits *equal* errors on equal values (repeated keys, equal gates, a
+constant beta), which then add up as n and not as sqrt n. With U keyed by the value a stochastic run
+does the same, and different values still get independent errors. Sign and exponent stay out of the
+key because the relative error of rounding to nearest does not depend on them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[Any]
+"""float32 or float64 array."""
+
+FORMATS = {
+    "float16": (10, -14, 65504.0),
+    "bfloat16": (7, -126, 3.3895313892515355e38),
+    "float32": (23, -126, 3.4028234663852886e38),
+}
+"""dtype: (stored mantissa bits, exponent of the smallest normal, largest finite value)."""
+
+_GUARD_BITS = 5
+"""Mantissa bits beyond the target's that enter the key: values closer than 1/32 ulp share their U."""
+
+
+def spacing(x: npt.ArrayLike, dtype: str) -> npt.NDArray[np.float64]:
+    """Distance between neighbours of `dtype` at |x| (subnormals included).
+
+    Parameters
+    ----------
+    x : array_like, any shape
+    dtype : "float16" | "bfloat16" | "float32"
+
+    Returns
+    -------
+    float64 array of x's shape; at 0 the spacing of subnormals.
+    """
+    bits, least, _ = FORMATS[dtype]
+    x = np.asarray(x, np.float64)
+    exponent = np.where(x == 0, least, np.frexp(x)[1] - 1)
+    return np.ldexp(1.0, np.maximum(exponent, least) - bits)
+
+
+def round_to(x: Floats, dtype: str) -> Floats:
+    """Round to nearest, ties to even; overflow becomes inf. Keeps the array's own dtype.
+
+    Parameters
+    ----------
+    x : float32 or float64 array
+    dtype : "float16" | "bfloat16" | "float32"
+    """
+    if dtype == "float32" and x.dtype == np.float32:
+        return x
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == "bfloat16" and x.dtype == np.float32:
+            bits = x.view(np.uint32)
+            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+            return np.where(np.isnan(x), x, rounded.view(np.float32))
+        if dtype == "bfloat16":
+            # A cast through float32 would round twice, so the division by the (power of two) spacing is done here.
+            q = spacing(x, dtype)
+            return _overflow(np.rint(x / q) * q, dtype)
+        return x.astype(dtype).astype(x.dtype)
+
+
+def round_stochastic(x: Floats, dtype: str, salt: npt.NDArray[np.uint32]) -> Floats:
+    """Stochastic rounding with one independent run per salt.
+
+    Parameters
+    ----------
+    x : float32 or float64 array [...] or, with a run axis already, [R, ...]
+    dtype : "float16" | "bfloat16" | "float32"; "float32" needs a float64 array to round.
+    salt : uint32 [R, 1, ...] of one more dimension than an array without runs.
+
+    Returns
+    -------
+    array [R, ...] of x's dtype. Representable values are unchanged; float16 overflow becomes inf.
+    """
+    bits, least, largest = FORMATS[dtype]
+    if dtype == "float32":
+        if x.dtype == np.float32:
+            return x
+        drop = 52 - bits
+        word = x.view(np.uint64)
+        dither = hashed((word >> np.uint64(drop - _GUARD_BITS)).astype(np.uint32) & np.uint32(0xFFFFFFF), salt)
+        low = (dither >> np.uint32(32 - drop)).astype(np.uint64)
+        y = ((word + low) & ~np.uint64((1 << drop) - 1)).view(np.float64)
+    else:
+        single = x.astype(np.float32, copy=False)
+        drop = 23 - bits
+        word32 = np.ascontiguousarray(single).view(np.uint32)
+        key = (word32 & np.uint32(0x7FFFFF)) >> np.uint32(drop - _GUARD_BITS)
+        dither = hashed(key, salt)
+        low32 = dither >> np.uint32(32 - drop)
+        y = ((word32 + low32) & ~np.uint32((1 << drop) - 1)).view(np.float32)
+    if dtype != "bfloat16":  # bfloat16 has float32's exponents, so its subnormals come right by themselves
+        small = np.abs(x) < 2.0**least
+        if small.any():
+            small = np.broadcast_to(small, y.shape)
+            q = 2.0 ** (least - bits)
+            u = dither[small] * 2.0**-32
+            y[small] = np.floor(np.broadcast_to(x, y.shape)[small] / q + u) * q
+        y = _overflow(y, dtype)
+    return y.astype(x.dtype, copy=False)
+
+
+def hashed(key: npt.NDArray[np.uint32], salt: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """32 well mixed bits per (key, salt)."""
+    h = key ^ salt
+    h *= np.uint32(0x7FEB352D)
+    h ^= h >> np.uint32(15)
+    h *= np.uint32(0x846CA68B)
+    h ^= h >> np.uint32(16)
+    return h
+
+
+def hashed_noise(x: npt.NDArray[np.float64], salt: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+    """Noise of mean 0 and variance 1 keyed by the mantissa of x, odd in x.
+
+    Triangular: the sum of two uniforms taken from the halves of the hash.
+    The key stops at 2^-32 so that sums equal but for float64 rounding share their noise.
+    """
+    key = (x.view(np.uint64) >> np.uint64(20)).astype(np.uint32)
+    h = hashed(key, salt)
+    total = (h >> np.uint32(16)).astype(np.float64) + (h & np.uint32(0xFFFF))
+    total -= 65535.0
+    total *= np.sqrt(6.0) / 65536.0
+    return np.copysign(1.0, x) * total
+
+
+def _overflow(y: Floats, dtype: str) -> Floats:
+    largest = FORMATS[dtype][2]
+    over = np.abs(y) > largest
+    return np.where(over, np.copysign(np.inf, y), y) if over.any() else y
