@@ -1,0 +1,68 @@
+// What happens to g, beta, q and k before the chunked algorithm.
+//
+//   log       g = x                     softplus  g = -exp(A_log) log(1 + exp(x + dt_bias))
+//   bounded   g = lower_bound sigmoid(exp(A_log) (x + dt_bias))
+//   q, k <- x / sqrt(sum x^2 + 1e-6)    beta <- sigmoid(beta) or 2 sigmoid(beta)
+//
+// Decays are kept in units of log2, so that exp Gamma is one exp2.
+#pragma once
+#include "vk.cuh"
+
+namespace vk {
+
+enum GateKind { gate_log = 1, gate_softplus = 2, gate_bounded = 3 };
+enum BetaKind { beta_given = 0, beta_sigmoid = 1, beta_twice_sigmoid = 2 };
+
+constexpr float log2_e = 1.44269504f;
+constexpr float norm_eps = 1e-6f;
+
+// 2^-152 is 0 in float, subnormals included, so a decay cut here acts as any stronger one does, -inf (a hard reset)
+// among them, and differences of sums of decays stay finite.
+constexpr float strongest_decay = -152.f;
+
+struct Gate {
+    const void* g;         // [B,T,HV,K]
+    const float* A_log;    // [HV] or null: multiplier 1
+    const float* dt_bias;  // [HV,K] or null: 0
+    float lower_bound;
+    i32 kind;              // GateKind
+    i32 g_is_float;        // else g has the dtype of q
+};
+
+template <class T> VK_DEVICE float load_either(const void* p, i64 i, int is_float) {
+    return is_float ? static_cast<const float*>(p)[i] : to_float(static_cast<const T*>(p)[i]);
+}
+
+VK_DEVICE float sigmoid(float x) { return 1.f / (1.f + exp(-x)); }
+
+VK_DEVICE float gate_rate(const Gate& gate, int head) { return gate.A_log ? exp(gate.A_log[head]) : 1.f; }
+
+// log2 of the decay of one token and channel. `rate` = exp(A_log), `bias` = dt_bias.
+VK_DEVICE float log2_decay(const Gate& gate, float x, float rate, float bias) {
+    float g = x;
+    if (gate.kind == gate_softplus) {
+        const float z = x + bias;
+        g = -rate * (fmax(z, 0.f) + log1p(exp(-fabs(z))));
+    } else if (gate.kind == gate_bounded) {
+        g = gate.lower_bound * sigmoid(rate * (x + bias));
+    }
+    g *= log2_e;
+    return g < strongest_decay ? strongest_decay : g;  // NaN stays NaN
+}
+
+VK_DEVICE float write_strength(float x, int kind) {
+    if (kind == beta_given) return x;
+    return kind == beta_sigmoid ? sigmoid(x) : 2.f * sigmoid(x);
+}
+
+// 1 / sqrt(sum x^2 + eps) of one row of n elements; a whole warp, every lane gets the result.
+template <class T> VK_DEVICE float inverse_norm(const T* row, int n) {
+    float sum = 0.f;
+    for (int d = lane(); d < n; d += warp_size) {
+        const float x = to_float(row[d]);
+        sum = fma(x, x, sum);
+    }
+    return 1.f / sqrt_rn(warp_sum(sum) + norm_eps);
+}
+
+}  // namespace vk
