@@ -30,6 +30,7 @@ class BuiltIn:
     factory: str
     needs: tuple[str, ...] = ()
     install: str = ""
+    takes_contract: bool = False
 
 
 BUILT_IN = {
@@ -37,6 +38,12 @@ BUILT_IN = {
         "the chunked algorithm in NumPy, rounded to nearest where the contract says",
         "verikda.targets.emulator",
         "Emulator",
+        takes_contract=True,
+    ),
+    "zoo": BuiltIn(
+        "a healthy chunked implementation in NumPy; zoo:FAULT is the same with one planted fault",
+        "verikda.zoo.target",
+        "ZooTarget",
     ),
     "transformers": BuiltIn(
         "Kimi-Linear's chunk_kimi_delta_attention, the torch path",
@@ -64,12 +71,12 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Available:
-    """One line of the list of targets; `why_not` is empty where it is installed."""
+    """One line of the list of targets; `reason` says what is missing where it is not installed."""
 
     name: str
     description: str
     installed: bool
-    why_not: str = ""
+    reason: str = ""
 
 
 def available() -> list[Available]:
@@ -77,8 +84,8 @@ def available() -> list[Available]:
     lines = []
     for name, entry in BUILT_IN.items():
         missing = [m for m in entry.needs if importlib.util.find_spec(m) is None]
-        why = f"no module named {', '.join(missing)}: {entry.install}" if missing else ""
-        lines.append(Available(name, entry.description, not missing, why))
+        reason = f"no module named {', '.join(missing)}: {entry.install}" if missing else ""
+        lines.append(Available(name, entry.description, not missing, reason))
     for point in _entry_points():
         if point.name not in BUILT_IN:
             where = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
@@ -93,7 +100,7 @@ def resolve(name: str, *, contract: Declared | None = None, device: str | None =
     ----------
     name : a built-in name, one that an installed package registers, or "package.module:function". The latter
         two may also name a ready-made target, or a class that makes one without arguments.
-    contract : the rounding contract of a function, instead of the one it declares.
+    contract : the rounding contract of a function or of the emulator, instead of the one it declares.
     device : where a torch function runs, such as "cpu" or "cuda:1".
 
     Raises
@@ -102,10 +109,15 @@ def resolve(name: str, *, contract: Declared | None = None, device: str | None =
         When there is no such target or it cannot be used; one sentence says why and what to do.
     """
     if name in BUILT_IN:
-        if contract is not None or device is not None:
-            raise TargetError(f"target {name} declares its own contract and device; they can be set for functions only")
         entry = BUILT_IN[name]
-        return cast(Target, getattr(importlib.import_module(entry.module), entry.factory)())
+        options = {"contract": contract} if entry.takes_contract and contract is not None else {}
+        _refuse_options(name, None if options else contract, device)
+        return cast(Target, getattr(importlib.import_module(entry.module), entry.factory)(**options))
+    if name.startswith("zoo:"):
+        from verikda.zoo.target import zoo_target
+
+        _refuse_options(name, contract, device)
+        return zoo_target(name)
     for point in _entry_points():
         if point.name == name:
             try:
@@ -136,8 +148,7 @@ def as_target(found: Any, name: str, contract: Declared | None = None, device: s
     if isinstance(found, type) and _is_target(found):
         found = found()
     if _is_target(found):
-        if contract is not None or device is not None:
-            raise TargetError(f"target {name} declares its own contract and device; they can be set for functions only")
+        _refuse_options(name, contract, device)
         return cast(Target, found)
     if not callable(found):
         raise TargetError(f"{name} is a {type(found).__name__}, neither a function nor a target")
@@ -154,6 +165,12 @@ def as_target(found: Any, name: str, contract: Declared | None = None, device: s
     from verikda.targets.torch_function import TorchFunction
 
     return TorchFunction(function, name, contract=contract, device=device)
+
+
+def _refuse_options(name: str, contract: Declared | None, device: str | None) -> None:
+    for option, value in (("contract", contract), ("device", device)):
+        if value is not None:
+            raise TargetError(f"target {name} declares its own {option}; {option} {value!r} cannot be set for it")
 
 
 def _is_target(thing: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -68,6 +69,8 @@ def describe(function: Callable[..., Any]) -> str:
 
     The file and line are those of the code object itself, so a wrapper shows as the wrapper that it is.
     """
+    while isinstance(function, functools.partial):
+        function = function.func
     name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
     code = getattr(function, "__code__", None)
     place = f" ({_short(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""

@@ -52,9 +52,9 @@ class TorchFunction:
         self.signature = sig.read(function, name, swallowed)
         self._capabilities = capabilities or sig.declared_capabilities(function, self.signature)
         self._contract = check_declared(contract or getattr(function, "verikda_contract", "storage16"), name)
-        self._device: str = device or getattr(function, "verikda_device", None) or _default_device(torch)
-        if self._device.startswith("cuda") and not torch.cuda.is_available():
-            raise TargetError(f"target {name} asks for device {self._device!r}, but torch finds no GPU; use 'cpu'")
+        self.device: str = device or getattr(function, "verikda_device", None) or _default_device(torch)
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise TargetError(f"target {name} asks for device {self.device!r}, but torch finds no GPU; use 'cpu'")
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class TorchFunction:
         """
         if call.backward and call.problem.do is None and call.problem.dht is None:
             raise ValueError("a call with backward needs do or dht")
-        device = self._device
+        device = self.device
         keywords = self.signature.keywords(call)
         blocks = place_call(call, sig.argument_arrays(call))
         buffers = {name: to_torch(block, device) for name, block in blocks.items()}

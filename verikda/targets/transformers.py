@@ -19,7 +19,7 @@ from verikda.targets.torch_function import TorchFunction, import_torch
 MODULE = "transformers.models.kimi_linear.modeling_kimi_linear"
 
 
-def torch_path(name: str) -> Callable[..., Any]:
+def torch_path(name: str, target: str = "transformers") -> Callable[..., Any]:
     """The function `name` of the Kimi-Linear model, without the decorator that may replace it.
 
     Raises
@@ -28,12 +28,12 @@ def torch_path(name: str) -> Callable[..., Any]:
         When transformers is missing, is too old to have the model, or hides the function in a way that is
         not understood.
     """
-    import_torch("transformers")
+    import_torch(target)
     try:
         from transformers.models.kimi_linear import modeling_kimi_linear as module
     except ImportError as error:
         raise TargetError(
-            f"target transformers needs {MODULE}, which cannot be imported ({error}): pip install 'verikda[peers]'"
+            f"target {target} needs {MODULE}, which cannot be imported ({error}): pip install 'verikda[peers]'"
         ) from error
     decorated = getattr(module, name, None)
     if decorated is None:
@@ -54,6 +54,6 @@ def chunked() -> TorchFunction:
 
 def recurrent() -> TorchFunction:
     """`recurrent_kimi_delta_attention`: token by token."""
-    function = torch_path("recurrent_kimi_delta_attention")
+    function = torch_path("recurrent_kimi_delta_attention", "transformers:recurrent")
     capabilities = replace(read(function, "transformers:recurrent").capabilities(), grouped=False)
     return TorchFunction(function, "transformers:recurrent", capabilities=capabilities, contract="recurrent32")
