@@ -4,43 +4,42 @@
 // approximates (exp2, rsqrtf, log2f, exp, log1p) the host is the C library's, within 1 ulp. mma adds its sixteen exact
 // products and the accumulator in double and rounds once: the tensor core's own rounding is not imitated.
 #pragma once
-#include <cmath>
-
-#include "block.hpp"
+#include "runtime.hpp"
 
 #define VK_DEVICE inline __attribute__((always_inline))
+#define VK_CALL __attribute__((noinline))  // rendezvous: inlining them would only slow the compiler down
 #define VK_KERNEL
 #define VK_KERNEL_BOUNDS(threads, min_blocks)
-#define VK_DYN_SHARED(name) unsigned char* const name = ::vk::host::block.shared
+#define VK_DYN_SHARED(name) unsigned char* const name = ::vk::host::current.shared
 
 namespace vk {
 
 using host::Site;
 
-VK_DEVICE int tid() { return host::block.self->id; }
-VK_DEVICE int nthreads() { return host::block.size; }
-VK_DEVICE int bidx() { return host::block.x; }
-VK_DEVICE int bidy() { return host::block.y; }
-VK_DEVICE int bidz() { return host::block.z; }
-VK_DEVICE int gdimx() { return host::block.grid[0]; }
-VK_DEVICE int gdimy() { return host::block.grid[1]; }
-VK_DEVICE int gdimz() { return host::block.grid[2]; }
+VK_DEVICE int tid() { return host::current.thread; }
+VK_DEVICE int nthreads() { return host::current.size; }
+VK_DEVICE int bidx() { return host::current.block[0]; }
+VK_DEVICE int bidy() { return host::current.block[1]; }
+VK_DEVICE int bidz() { return host::current.block[2]; }
+VK_DEVICE int gdimx() { return host::current.grid[0]; }
+VK_DEVICE int gdimy() { return host::current.grid[1]; }
+VK_DEVICE int gdimz() { return host::current.grid[2]; }
 
-inline void sync(Site site = Site::here()) { host::block.barrier(site); }
+inline void sync(Site site = Site::here()) { host::barrier(site); }
 inline void syncwarp(Site site = Site::here()) {
-    host::block.collective("syncwarp()", site, nullptr, [](void* const*) {});
+    host::collective("syncwarp()", site, nullptr, nullptr);
 }
 
 // ---- bits and rounding -----------------------------------------------------------------------------------------------
 
 VK_DEVICE float as_float(u32 x) {
     float y;
-    std::memcpy(&y, &x, 4);
+    __builtin_memcpy(&y, &x, 4);
     return y;
 }
 VK_DEVICE u32 as_u32(float x) {
     u32 y;
-    std::memcpy(&y, &x, 4);
+    __builtin_memcpy(&y, &x, 4);
     return y;
 }
 
@@ -83,73 +82,77 @@ VK_DEVICE float fabs(float x) { return __builtin_fabsf(x); }
 // ---- 16 bytes at a time ----------------------------------------------------------------------------------------------
 
 inline u128 ld128(const void* p, Site site = Site::here()) {
-    host::block.require_aligned("ld128", p, site);
+    host::require_aligned("ld128", p, site);
     u128 x;
-    std::memcpy(&x, p, 16);
+    __builtin_memcpy(&x, p, 16);
     return x;
 }
 inline void st128(void* p, const u128& x, Site site = Site::here()) {
-    host::block.require_aligned("st128", p, site);
-    std::memcpy(p, &x, 16);
+    host::require_aligned("st128", p, site);
+    __builtin_memcpy(p, &x, 16);
 }
 
 // ---- exchange between the 32 lanes of a warp -------------------------------------------------------------------------
 
 namespace host {
 
-// Each lane leaves its value, its operand and room for the answer; `source(lane, operand)` is the lane it reads.
-template <class T, class Source> T exchange(const char* op, Site site, T value, int operand, Source source) {
+// Each lane leaves its value, its operand and room for the answer; Source(lane, operand) is the lane it reads.
+template <int (*Source)(int, int), class T> VK_CALL T exchange(const char* op, Site site, T value, int operand) {
     static_assert(sizeof(T) == 4, "shuffles move 4-byte values");
     struct Registers {
         T value, answer;
         int operand;
     } mine{value, value, operand};
-    block.collective(op, site, &mine, [&](void* const* slots) {
+    collective(op, site, &mine, [](void* const* slots) {
         for (int l = 0; l < 32; ++l) {
             auto* const r = static_cast<Registers*>(slots[l]);
-            r->answer = static_cast<Registers*>(slots[source(l, r->operand)])->value;
+            r->answer = static_cast<Registers*>(slots[Source(l, r->operand)])->value;
         }
     });
     return mine.answer;
 }
+inline int lane_itself(int, int from) { return from & 31; }
+inline int lane_xor(int l, int mask) { return (l ^ mask) & 31; }
+inline int lane_below(int l, int delta) { return l - delta >= 0 ? l - delta : l; }
+inline int lane_above(int l, int delta) { return l + delta <= 31 ? l + delta : l; }
 
 }  // namespace host
 
 template <class T> T shfl(T x, int lane, Site site = Site::here()) {
-    return host::exchange("shfl", site, x, lane, [](int, int from) { return from & 31; });
+    return host::exchange<host::lane_itself>("shfl", site, x, lane);
 }
 template <class T> T shfl_xor(T x, int mask, Site site = Site::here()) {
-    return host::exchange("shfl_xor", site, x, mask, [](int l, int m) { return (l ^ m) & 31; });
+    return host::exchange<host::lane_xor>("shfl_xor", site, x, mask);
 }
 template <class T> T shfl_up(T x, int delta, Site site = Site::here()) {
-    return host::exchange("shfl_up", site, x, delta, [](int l, int d) { return l - d >= 0 ? l - d : l; });
+    return host::exchange<host::lane_below>("shfl_up", site, x, delta);
 }
 template <class T> T shfl_down(T x, int delta, Site site = Site::here()) {
-    return host::exchange("shfl_down", site, x, delta, [](int l, int d) { return l + d <= 31 ? l + d : l; });
+    return host::exchange<host::lane_above>("shfl_down", site, x, delta);
 }
 
 // ---- tensor core -----------------------------------------------------------------------------------------------------
 
 namespace host {
 
-template <int Matrices, bool Transposed> void ldmatrix(const char* op, u32* r, const void* row, Site site) {
+template <int Matrices, bool Transposed> VK_CALL void ldmatrix(const char* op, u32* r, const void* row, Site site) {
     struct Registers {
         u32* r;
         const unsigned char* row;
         int thread;
-    } mine{r, static_cast<const unsigned char*>(row), block.self->id};
-    if (block.self->id % 32 < 8 * Matrices) {
-        block.require_aligned(op, row, site);
-        block.require_shared(op, row, 16, site);
+    } mine{r, static_cast<const unsigned char*>(row), current.thread};
+    if (current.thread % 32 < 8 * Matrices) {
+        require_aligned(op, row, site);
+        require_shared(op, row, 16, site);
     }
-    block.collective(op, site, &mine, [](void* const* slots) {
+    collective(op, site, &mine, [](void* const* slots) {
         for (int j = 0; j < Matrices; ++j)
             for (int l = 0; l < 32; ++l) {
                 u16 pair[2];
                 for (int e = 0; e < 2; ++e) {
                     const int outer = l / 4, inner = 2 * (l % 4) + e;
                     const int i = Transposed ? inner : outer, c = Transposed ? outer : inner;
-                    std::memcpy(&pair[e], static_cast<Registers*>(slots[8 * j + i])->row + 2 * c, 2);
+                    __builtin_memcpy(&pair[e], static_cast<Registers*>(slots[8 * j + i])->row + 2 * c, 2);
                 }
                 static_cast<Registers*>(slots[l])->r[j] = pair[0] | u32(pair[1]) << 16;
             }
@@ -177,13 +180,13 @@ inline void ldmatrix_x2_trans(u32 (&r)[2], const void* row, Site site = Site::he
 }
 
 template <class T>
-void mma16816(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site site = Site::here()) {
+VK_CALL void mma16816(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site site = Site::here()) {
     static_assert(is_16bit<T>, "mma16816 is for f16 and bf16");
     struct Registers {
         float* d;
         const u32 *a, *b;
     } mine{d, a, b};
-    host::block.collective(is_same<T, f16> ? "mma16816<f16>" : "mma16816<bf16>", site, &mine, [](void* const* slots) {
+    host::collective(is_same<T, f16> ? "mma16816<f16>" : "mma16816<bf16>", site, &mine, [](void* const* slots) {
         double A[16][16], B[16][8];
         for (int l = 0; l < 32; ++l) {
             const auto* const r = static_cast<const Registers*>(slots[l]);
@@ -208,9 +211,9 @@ void mma16816(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site site = S
 // ---- asynchronous copies ---------------------------------------------------------------------------------------------
 
 inline void cp_async16(void* smem, const void* gmem, bool pred, Site site = Site::here()) {
-    host::block.copy_async(smem, gmem, pred, site);
+    host::copy_async(smem, gmem, pred, site);
 }
-inline void cp_async_commit() { host::block.copy_commit(); }
-template <int N> void cp_async_wait() { host::block.copy_wait(N); }
+inline void cp_async_commit() { host::copy_commit(); }
+template <int N> void cp_async_wait() { host::copy_wait(N); }
 
 }  // namespace vk

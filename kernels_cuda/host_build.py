@@ -1,0 +1,147 @@
+"""Compile kernels for the processor: the same .cu files under g++ or clang++, with the host twin of the primitives.
+
+Flags: -O3 without -ffast-math; -ffp-contract=off, so that a result depends on the source and not on which compiler
+fused which product (kernels write `fma` where they mean one); -fno-math-errno, which changes no value.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from kernels_cuda import cache as _cache
+from kernels_cuda.sources import HOST, INCLUDE, source_of, texts
+
+_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off")
+_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+
+
+class CompileError(RuntimeError):
+    """A kernel does not compile; carries the compiler's own words."""
+
+
+@dataclass(frozen=True)
+class HostLibrary:
+    """A compiled shared library: its file and how it was made."""
+
+    path: Path
+    compiler: str
+    flags: tuple[str, ...]
+
+
+@cache
+def compiler() -> tuple[str, str]:
+    """Path and version of the C++ compiler: $CXX if set, else g++, else clang++.
+
+    Raises
+    ------
+    CompileError
+        If there is none.
+    """
+    chosen = os.environ.get("CXX")
+    for name in (chosen,) if chosen else ("g++", "clang++"):
+        if path := shutil.which(name):
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+            if answer.returncode == 0:
+                return path, answer.stdout.splitlines()[0]
+    missing = f"CXX={chosen} is not a C++ compiler" if chosen else "neither g++ nor clang++ is on PATH"
+    raise CompileError(f"running kernels on the CPU needs a C++17 compiler, and {missing}; install g++ or set CXX")
+
+
+@cache
+def _machine_flags() -> tuple[str, ...]:
+    """x86-64-v3 where this processor has it: without hardware FMA, `fma` is a slow library call."""
+    try:
+        line = next(row for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("flags"))
+    except (OSError, StopIteration):
+        return ()
+    return ("-march=x86-64-v3",) if set(line.split()) >= _V3 else ()
+
+
+def _variant_flags(sanitize: str | None) -> tuple[str, ...]:
+    if sanitize is None:
+        return ("-O3",)
+    if sanitize == "address":
+        return ("-O1", "-g", "-fsanitize=address", "-fno-omit-frame-pointer")
+    raise ValueError(f"sanitize is {sanitize!r}; allowed: None or 'address'")
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(f"{' '.join(command)}\n{(done.stderr or done.stdout)[-6000:]}")
+
+
+def _runtime(flags: tuple[str, ...]) -> Path:
+    """The fiber runtime as an object file, compiled once for all libraries."""
+    path, version = compiler()
+    source = HOST / "runtime.cpp"
+    key = {"kind": "runtime", "compiler": [path, version], "flags": flags, "texts": texts(source)}
+
+    def build(artifact: Path) -> dict[str, str]:
+        _run([path, *flags, "-c", str(source), "-o", str(artifact)])
+        return {}
+
+    return _cache.fetch(key, "runtime.o", build)[0]
+
+
+def build(
+    instances: Sequence[str], *, source: Path | None = None, sanitize: str | None = None, defines: Sequence[str] = ()
+) -> HostLibrary:
+    """A shared library with these kernel instances of one .cu file, from the cache or compiled now.
+
+    Parameters
+    ----------
+    instances : name expressions as in C++, for example "prepare<bf16,64>".
+    source : the .cu file; by default the one of this package that defines the first instance.
+    sanitize : None, or "address" (then the process must start with the sanitizer's library preloaded).
+    defines : macros, for example "VK_UCONTEXT".
+
+    Raises
+    ------
+    CompileError
+        If there is no compiler, or it refuses the source.
+    """
+    source = source_of(instances[0]) if source is None else source
+    path, version = compiler()
+    flags = (*_FLAGS, *_machine_flags(), *_variant_flags(sanitize), *(f"-D{name}" for name in defines))
+    key = {
+        "kind": "host",
+        "instances": list(instances),
+        "compiler": [path, version],
+        "flags": flags,
+        "texts": texts(source),
+    }
+
+    def make(artifact: Path) -> dict[str, str]:
+        rows = "".join(f'    vk::host::make_kernel<&{name}>("{name}"),\n' for name in instances)
+        unit = artifact.with_name("unit.cpp")
+        unit.write_text(
+            f'#include "{source}"\nusing namespace vk;\nconst vk::host::Kernel vk_kernels[] = {{\n{rows}}};\n'
+            f"const int vk_kernel_count = {len(instances)};\n"
+        )
+        _run([path, *flags, f"-I{INCLUDE}", "-shared", str(unit), str(_runtime(flags)), "-o", str(artifact)])
+        return {}
+
+    return HostLibrary(_cache.fetch(key, "kernels.so", make)[0], version, flags)
+
+
+def sanitizer_library() -> Path:
+    """The address sanitizer's runtime, to be preloaded into the process that loads a sanitized library.
+
+    Raises
+    ------
+    CompileError
+        If the compiler does not have it.
+    """
+    path, version = compiler()
+    for name in ("libasan.so", "libclang_rt.asan-x86_64.so"):
+        answer = subprocess.run([path, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+        if Path(answer.stdout.strip()).is_absolute():
+            return Path(answer.stdout.strip())
+    raise CompileError(f"{version} has no address sanitizer runtime; install it (Debian: libasan), or use the plain build")

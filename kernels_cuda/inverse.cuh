@@ -1,0 +1,56 @@
+// A = (I + M)^-1 for M = diag(beta) L, strictly lower triangular, in float.
+//
+//   16x16 blocks on the diagonal:  x_i = e_i - sum_{j<i} M_ij x_j           one column per lane
+//   below:                         A_ab = -A_aa sum_{b <= c < a} M_ac A_cb  one block column per warp
+//
+// Forward substitution throughout: powers of M are never formed, which for repeated keys grow without bound and would have
+// to cancel.
+#pragma once
+#include "tile.cuh"
+
+namespace vk {
+
+// All 128 threads. M, A, C x C of pitch `ld`; blocks of A above the diagonal are left as they are, inside blocks on the
+// diagonal the upper triangle becomes 0. scratch: 4 tiles of 16 x 20 floats. Ends without a barrier.
+template <int C> VK_DEVICE void invert(float* A, const float* M, int ld, float* scratch) {
+    constexpr int blocks = C / 16;
+    const int w = warp();
+    if (w < blocks) {
+        const float* const m = M + 16 * w * ld + 16 * w;
+        float* const out = A + 16 * w * ld + 16 * w;
+        const int column = lane() % 16;  // both halves of the warp compute the same
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            float even = i == column ? 1.f : 0.f, odd = 0.f;
+#pragma unroll
+            for (int j = 0; j < i; ++j) {
+                if (j % 2) odd = fma(-m[i * ld + j], x[j], odd);
+                else even = fma(-m[i * ld + j], x[j], even);
+            }
+            x[i] = even + odd;
+            if (lane() < 16) out[i * ld + column] = x[i];
+        }
+    }
+    sync();
+    if (w >= blocks - 1) return;
+    constexpr int lds = 20;
+    float* const sum = scratch + w * 16 * lds;
+#pragma unroll 1
+    for (int a = w + 1; a < blocks; ++a) {
+        float acc[1][2][4];
+        clear(acc);
+#pragma unroll 1
+        for (int c = w; c < a; ++c)
+            warp_mma<float, 16, 16, 16>(acc, M + 16 * a * ld + 16 * c, ld, A + 16 * c * ld + 16 * w, ld);
+        store_acc<float>(sum, lds, acc);
+        syncwarp();
+        clear(acc);
+        warp_mma<float, 16, 16, 16>(acc, A + 16 * a * ld + 16 * a, ld, sum, lds);
+        for_each_acc(acc, [](int, int, float& x) { x = -x; });
+        store_acc<float>(A + 16 * a * ld + 16 * w, ld, acc);
+        syncwarp();
+    }
+}
+
+}  // namespace vk
