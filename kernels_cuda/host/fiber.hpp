@@ -82,10 +82,9 @@ class Fiber {
         context_.uc_link = nullptr;
         makecontext(&context_, entry, 0);
 #else
-        // As if `entry` had been called: six registers to pop, its address, and a null return address below a
-        // 16-byte boundary.
+        // As if `entry` had been called: six registers to pop, its address, and a null return address that ends the
+        // chain of frames. `entry` then finds the stack 8 bytes below a 16-byte boundary, as after any call.
         void** top = reinterpret_cast<void**>(bottom_ + size);
-        *--top = nullptr;
         *--top = nullptr;
         *--top = reinterpret_cast<void*>(entry);
         for (int i = 0; i < 6; ++i) *--top = nullptr;
