@@ -142,9 +142,7 @@ def test_a_registered_target_that_fails(registered):
         raise ImportError("no libcuda")
 
     registered("mine", load)
-    with pytest.raises(
-        TargetError, match=r"target mine: loading pkg\.mod:thing failed: ImportError: no libcuda"
-    ):
+    with pytest.raises(TargetError, match=r"target mine: loading pkg\.mod:thing failed: ImportError: no libcuda"):
         resolve("mine")
 
 

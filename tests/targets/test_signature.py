@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calls
+import numpy as np
 import pytest
 
 from verikda.targets.base import TargetError
@@ -87,7 +88,10 @@ def test_other_convention():
 
 def test_default_scale_is_left_to_the_function():
     s = read(public, "f")
-    assert s.keywords(calls.make())["scale"] is None
+    for scale in (5**-0.5, 1 / 5**0.5, np.nextafter(5**-0.5, 1)):
+        call = calls.make(shape=(1, 2, 1, 1, 5, 4))
+        object.__setattr__(call.problem, "scale", scale)
+        assert s.keywords(call)["scale"] is None
     other = calls.make()
     object.__setattr__(other.problem, "scale", 0.25)
     assert s.keywords(other)["scale"] == 0.25

@@ -125,6 +125,24 @@ def test_what_ran_is_recorded():
     assert ran.endswith("on cpu")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_a_gpu(layout):
+    call = calls.make(
+        "bfloat16", shape=(1, 7, 1, 2, 3, 4), cu_seqlens=[0, 2, 2, 6], offsets="int32", layout=layout, poison=np.nan
+    )
+    gpu = TorchFunction(toy_kda.chunk_kda, "toy", device="cuda").run(call)
+    assert torch.cuda.get_device_name() in gpu.ran
+    assert_right(gpu, call, rtol=0.02)
+
+    def write_past_the_end(q, k, v, g, beta, initial_state=None, output_final_state=False, cu_seqlens=None):
+        k.detach().as_strided((1,), (1,), 0).fill_(5)
+        return toy_kda.chunk_kda(q, k, v, g, beta, None, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+    broken = TorchFunction(write_past_the_end, "toy", device="cuda").run(call)
+    assert broken.changed == ("memory around k",)
+
+
 # Planted faults
 
 

@@ -8,6 +8,7 @@ swallow keywords there and ignore them, which would turn a flag into a silent no
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -85,12 +86,13 @@ class Signature:
             When the call needs a parameter that the function does not have.
         """
         p = call.problem
-        plain_scale = float(p.q.shape[-1]) ** -0.5
+        # 1 / sqrt(K) and K ** -0.5 differ in the last bit for some K; both mean the default.
+        plain = math.isclose(p.scale, p.q.shape[-1] ** -0.5, rel_tol=2.0**-51)
         wanted: dict[str, tuple[Any, bool]] = {  # value, and whether a function without the parameter does the same
             # The default scale is what callers leave out, so that path is the one to take for it.
             "scale": (
-                None if p.scale == plain_scale and self.defaults.get("scale", 0) is None else p.scale,
-                p.scale == plain_scale,
+                None if plain and self.defaults.get("scale", 0) is None else p.scale,
+                plain,
             ),
             "output_final_state": (True, p.dht is None),
             "use_qk_l2norm_in_kernel": (p.qk_l2norm, not p.qk_l2norm),
