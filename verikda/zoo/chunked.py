@@ -5,25 +5,30 @@ Nothing here is shared with `oracles`: the two are checked against each other.
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from verikda.zoo import gates
+from verikda.zoo.arrays import Loader, load_state, sequences, store_rows, store_state, storing
 from verikda.zoo.backward import backward
-from verikda.zoo.faults import Fault
-from verikda.zoo.forward import Settings, Span, forward
+from verikda.zoo.decay import bf16
+from verikda.zoo.faults import HISTORY, Fault
+from verikda.zoo.forward import Settings, forward
 from verikda.zoo.gates import Array, Flags
 
-STORAGE: dict[str | None, Any] = {
-    None: np.float32,
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
+OFF = {
+    Fault.DQ_OFF: "q",
+    Fault.DK_OFF: "k",
+    Fault.DV_OFF: "v",
+    Fault.DG_OFF: "g",
+    Fault.DBETA_OFF: "beta",
+    Fault.DH0_OFF: "h0",
+    Fault.DA_LOG_OFF: "A_log",
+    Fault.DDT_BIAS_OFF: "dt_bias",
 }
+"""Gradients off by a relative 1e-3."""
 
 
 def chunk_kda(
@@ -84,94 +89,119 @@ def chunk_kda(
     _validate(q, k, v, g, beta, chunk_size)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel=True.")
-    spans = _spans(cu_seqlens, B, T)
-    end = T if cu_seqlens is None else spans[-1][2]
+    # Overflow to inf and underflow to 0 are results; an invalid operation in the healthy code is a defect.
+    warn: Literal["warn", "ignore"] = "warn" if fault is Fault.NONE else "ignore"
+    with np.errstate(over="ignore", under="ignore", divide=warn, invalid=warn):
+        spans = sequences(cu_seqlens, B, T, fault)
+        flags = Flags(
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            lower_bound,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            safe_gate,
+            fault,
+        )
+        s = Settings(
+            chunk_size, storing(storage, fault), g is not None, disable_recompute, fault, HISTORY.calls[fault.name]
+        )
+        HISTORY.calls[fault.name] += 1
+        plain = scale is None or fault is Fault.SCALE_IGNORED
+        factor = np.float32(K**-0.5 if plain else scale)
+        load = Loader(T if cu_seqlens is None else spans[-1][2], q.dtype, fault)
+        a_log = None if A_log is None else np.array(A_log, np.float32).reshape(HV)
+        bias = None if dt_bias is None else np.array(dt_bias, np.float32).reshape(HV, K)
+        raw = {name: load(name, a) for name, a in (("q", q), ("k", k), ("v", v), ("beta", beta))}
+        raw["g"] = np.zeros((B, load.end, HV, K), np.float32) if g is None else load("g", g)
+        x = _activate(raw, a_log, bias, s, flags)
+        head = np.arange(HV) % H if fault is Fault.GROUP_MODULO else np.arange(HV) // (HV // H)
+        x["q"], x["k"] = factor * x["q"][:, :, head], x["k"][:, :, head]
 
-    def load(a: npt.NDArray[Any]) -> Array:
-        """Rows of some sequence as contiguous float32; nothing behind the last offset is read."""
-        return np.array(a[:, :end], np.float32, order="C")
+        shape = (len(spans), HV, K, V)
+        h0 = load_state(initial_state, shape, state_v_first, fault)
+        o, ht, chunks = forward(x, spans, h0, s)
+        if fault is Fault.SECOND_CALL and s.turn % 2:
+            o.flat[:1] *= np.float32(1.125)
+        out: dict[str, npt.NDArray[Any]] = {"o": store_rows(o, T, q.dtype, fault)}
+        if output_final_state:
+            out["final_state"] = store_state(ht, state_v_first, fault)
+        if do is not None or dht is not None:
+            if not disable_recompute:
+                again = np.zeros_like(h0) if fault is Fault.RECOMPUTE_WITHOUT_H0 else h0
+                _, _, chunks = forward(x, spans, again, s)
+            dS = load_state(dht, shape, state_v_first, Fault.NONE)
+            d = backward(chunks, spans, np.zeros_like(o) if do is None else load("do", do), dS, x, s)
+            _reverse_activation(d, raw, a_log, bias, H, factor, flags)
+            if fault is Fault.STATE_DH0_NEEDS_DHT and dht is None:
+                d["h0"] = np.zeros_like(d["h0"])
+            if fault in OFF and OFF[fault] in d:
+                d[OFF[fault]] = d[OFF[fault]] * np.float32(1.001)
+            given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+            out |= {"d" + n: store_rows(d[n], T, a.dtype, fault) for n, a in given.items() if a is not None}
+            if initial_state is not None:
+                out["dh0"] = store_state(d["h0"], state_v_first, Fault.NONE)
+            if use_gate_in_kernel and A_log is not None:
+                out["dA_log"] = d["A_log"].reshape(A_log.shape)
+            if use_gate_in_kernel and dt_bias is not None:
+                out["ddt_bias"] = d["dt_bias"].reshape(dt_bias.shape)
+        if fault is Fault.INPUT_OVERWRITTEN and v.flags.writeable:
+            for span, sequence in zip(spans, chunks, strict=True):
+                for c in sequence:
+                    v[span[0], c.start : c.start + c.rows] = c.Vnew[:, : c.rows].swapaxes(0, 1).astype(v.dtype)
+        if fault is Fault.STATE_IN_PLACE and initial_state is not None and output_final_state:
+            initial_state[...] = out["final_state"]
+            out["final_state"] = initial_state
+    return out
 
-    flags = Flags(
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        safe_gate, fault,
-    )  # fmt: skip
-    dtype = STORAGE[storage]
-    s = Settings(chunk_size, lambda a: np.asarray(a.astype(dtype), np.float32), fault)
-    factor = np.float32(K**-0.5 if scale is None else scale)
-    a_log = None if A_log is None else np.array(A_log, np.float32).reshape(HV)
-    bias = None if dt_bias is None else np.array(dt_bias, np.float32).reshape(HV, K)
 
-    raw = {"q": load(q), "k": load(k), "v": load(v), "beta": load(beta)}
-    raw["g"] = np.zeros((B, end, HV, K), np.float32) if g is None else load(g)
-    x = dict(raw)
-    if use_qk_l2norm_in_kernel:
+def _activate(
+    raw: dict[str, Array], a_log: Array | None, bias: Array | None, s: Settings, flags: Flags
+) -> dict[str, Array]:
+    """q, k, g and beta as the recurrence uses them."""
+    x, fault = dict(raw), flags.fault
+    if flags.use_qk_l2norm_in_kernel and fault is not Fault.L2NORM_IGNORED:
         x["q"], x["k"] = (s.store(gates.l2norm(raw[name], flags)) for name in ("q", "k"))
-    if use_gate_in_kernel and g is not None:
+    if flags.use_gate_in_kernel and s.gated:
         x["g"] = gates.log_gate(raw["g"], a_log, bias, flags)
-    if use_beta_sigmoid_in_kernel:
+    if flags.use_beta_sigmoid_in_kernel:
         x["beta"] = gates.beta_gate(raw["beta"], flags)
-    head = np.arange(HV) // (HV // H)
-    x["q"], x["k"] = factor * x["q"][:, :, head], x["k"][:, :, head]
+    if fault is Fault.SAFE_GATE_CLAMPS and flags.safe_gate:
+        x["g"] = np.maximum(x["g"], np.float32(-5))
+    if fault is Fault.BATCH_GATE_OF_ROW_0:
+        x["g"] = np.broadcast_to(x["g"][:1], x["g"].shape)
+    if fault is Fault.HEADS_BETA_OF_HEAD_0:
+        x["beta"] = np.broadcast_to(x["beta"][:, :, :1], x["beta"].shape)
+    if fault is Fault.BETA_BF16:
+        x["beta"] = bf16(x["beta"])
+    if fault is Fault.LATE_BETA_ZERO:
+        x["beta"] = np.where(x["beta"] == 0, 1, x["beta"])
+    return x
 
-    h0 = np.zeros((len(spans), HV, K, V), np.float32)
-    if initial_state is not None:
-        h0 += _t(initial_state) if state_v_first else initial_state
-    o, ht, chunks = forward(x, spans, h0, s)
-    out: dict[str, npt.NDArray[Any]] = {"o": _rows(o, T, q.dtype)}
-    if output_final_state:
-        out["final_state"] = np.array(_t(ht) if state_v_first else ht, np.float32, order="C")
-    if do is None and dht is None:
-        return out
 
-    if not disable_recompute:
-        _, _, chunks = forward(x, spans, h0, s)
-    dS = np.zeros_like(h0)
-    if dht is not None:
-        dS += _t(dht) if state_v_first else dht
-    d = backward(chunks, spans, np.zeros_like(o) if do is None else load(do), dS, x, s)
-    d["q"] *= factor
+def _reverse_activation(
+    d: dict[str, Array],
+    raw: dict[str, Array],
+    a_log: Array | None,
+    bias: Array | None,
+    H: int,
+    factor: Any,
+    flags: Flags,
+) -> None:
+    """From gradients per value head of what `_activate` made to gradients of the arguments, in place."""
+    fault = flags.fault
+    if fault is not Fault.DQ_SCALE_MISSING:
+        d["q"] *= factor
     for name in ("q", "k"):
-        d[name] = d[name].reshape(B, end, H, HV // H, K).sum(axis=3)
-        if use_qk_l2norm_in_kernel:
+        B, T, HV, K = d[name].shape
+        groups = d[name].reshape(B, T, H, HV // H, K)
+        only_last = fault is Fault.GROUP_DQ_NOT_SUMMED and name == "q"
+        d[name] = groups[:, :, :, -1] if only_last else groups.sum(axis=3)
+        if flags.use_qk_l2norm_in_kernel:
             d[name] = gates.l2norm_gradient(raw[name], d[name], flags)
-    if use_gate_in_kernel and g is not None:
+    if flags.use_gate_in_kernel:
         d["g"], d["A_log"], d["dt_bias"] = gates.log_gate_gradient(raw["g"], a_log, bias, d["g"], flags)
-    if use_beta_sigmoid_in_kernel:
+    if flags.use_beta_sigmoid_in_kernel:
         d["beta"] = gates.beta_gate_gradient(raw["beta"], d["beta"], flags)
-
-    out |= {"d" + name: _rows(d[name], T, a.dtype) for name, a in (("q", q), ("k", k), ("v", v), ("beta", beta))}
-    if g is not None:
-        out["dg"] = _rows(d["g"], T, g.dtype)
-    if initial_state is not None:
-        out["dh0"] = np.array(_t(d["h0"]) if state_v_first else d["h0"], np.float32, order="C")
-    if use_gate_in_kernel and A_log is not None:
-        out["dA_log"] = d["A_log"].reshape(A_log.shape)
-    if use_gate_in_kernel and dt_bias is not None:
-        out["ddt_bias"] = d["dt_bias"].reshape(dt_bias.shape)
-    return out
-
-
-def _rows(a: Array, T: int, dtype: Any) -> npt.NDArray[Any]:
-    """A as [B,T,...] in `dtype`, zero behind the last offset."""
-    out = np.zeros((a.shape[0], T, *a.shape[2:]), dtype)
-    out[:, : a.shape[1]] = a.astype(dtype)
-    return out
-
-
-def _t(a: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return a.swapaxes(-1, -2)
-
-
-def _spans(cu_seqlens: npt.NDArray[Any] | None, B: int, T: int) -> list[Span]:
-    """(batch row, first token, one past the last token) of each sequence."""
-    if cu_seqlens is None:
-        return [(b, 0, T) for b in range(B)]
-    ends = [int(e) for e in cu_seqlens]
-    if B != 1:
-        raise ValueError(f"cu_seqlens needs B = 1, got B = {B}: lay the sequences end to end.")
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] > T or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens must start at 0, never decrease and end at or before T = {T}; got {ends}.")
-    return [(0, a, b) for a, b in pairwise(ends)]
 
 
 def _validate(

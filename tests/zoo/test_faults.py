@@ -1,0 +1,119 @@
+"""No fault of the zoo is inert: each changes what it says it changes, on a call built to show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from shows import SHOWS
+from test_chunked import limit
+from zoo_calls import make_call
+
+from oracles.recurrence import forward_reverse
+from verikda.call import Call, Result
+from verikda.targets.base import TargetError
+from verikda.zoo.faults import Fault, forget
+from verikda.zoo.target import ZooTarget, zoo_target
+
+BETWEEN_CALLS = (Fault.SECOND_CALL, Fault.ORDER_OF_SUM_VARIES, Fault.PACK_OFFSETS_CACHED, Fault.DTYPE_CACHED)
+ONE_CALL = [f for f in Fault if f not in (Fault.NONE, *BETWEEN_CALLS)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def differs(a: Result, b: Result) -> list[str]:
+    assert a.outputs.keys() == b.outputs.keys()
+    return [n for n in a.outputs if not np.array_equal(a.outputs[n], b.outputs[n], equal_nan=True)]
+
+
+def excess(call: Call, result: Result) -> float:
+    """Largest relative error over all results, in units of what rounding explains."""
+    truth = forward_reverse(call.problem)
+    norms = {n: float(np.linalg.norm(t)) or 1.0 for n, t in truth.items()}
+    return max(float(np.linalg.norm(result.outputs[n] - t)) / norms[n] for n, t in truth.items()) / limit(call)
+
+
+@pytest.mark.parametrize("fault", ONE_CALL, ids=lambda f: f.name)
+def test_fault_shows(fault: Fault) -> None:
+    call = make_call(**SHOWS.get(fault, {}))
+    healthy, faulty = ZooTarget().run(call), ZooTarget(fault).run(call)
+    assert healthy.changed == ()
+    assert all(np.isfinite(v).all() for v in healthy.outputs.values())
+    if fault.info.kills == ("inputs_unchanged",):
+        assert faulty.changed
+        return
+    assert differs(healthy, faulty)
+    if "floor" in fault.info.kills and fault is not Fault.CUMSUM_TOTAL_MINUS_PREFIX:
+        assert not excess(call, faulty) < 2
+    if "finite" in fault.info.kills:
+        assert not all(np.isfinite(v).all() for v in faulty.outputs.values())
+
+
+def test_repeats_differ() -> None:
+    call = make_call()
+    for fault in (Fault.SECOND_CALL, Fault.ORDER_OF_SUM_VARIES):
+        target = ZooTarget(fault)
+        assert differs(target.run(call), target.run(call))
+    assert not differs(ZooTarget().run(call), ZooTarget().run(call))
+
+
+def test_offsets_of_the_first_call_stay() -> None:
+    first, then = make_call((20, 5, 10)), make_call((5, 20, 10))
+    target = ZooTarget(Fault.PACK_OFFSETS_CACHED)
+    assert not differs(target.run(first), ZooTarget().run(first))
+    assert differs(target.run(then), ZooTarget().run(then))
+
+
+def test_dtype_of_the_first_call_stays() -> None:
+    first, then = make_call(dtype="bfloat16", g_dtype="bfloat16"), make_call()
+    target = ZooTarget(Fault.DTYPE_CACHED)
+    assert not differs(target.run(first), ZooTarget().run(first))
+    assert differs(target.run(then), ZooTarget().run(then))
+
+
+def test_future_anchor_leaks_below_rounding() -> None:
+    # Only the bits of earlier rows tell: the values stay right.
+    call = make_call((22,), packed=False)
+    p = call.problem
+    assert p.g is not None
+    later = p.g.copy()
+    later[:, 21] *= 3
+    changed = replace(call, problem=replace(p, g=later.astype(np.float32).astype(np.float64)))
+    short = {n: getattr(p, n)[:, :21] for n in ("q", "k", "v", "g", "beta", "do")}
+    prefix = replace(call, problem=replace(p, **short))
+    target = ZooTarget(Fault.ANCHOR_FUTURE)
+    assert excess(call, target.run(call)) < 1
+    for other in (changed, prefix):
+        assert np.array_equal(*(ZooTarget().run(c).outputs["o"][:, :21] for c in (call, other)))
+        assert not np.array_equal(*(target.run(c).outputs["o"][:, :21] for c in (call, other)))
+
+
+def test_total_minus_prefix_ruins_only_late_gate_gradients() -> None:
+    call = make_call(**SHOWS[Fault.CUMSUM_TOTAL_MINUS_PREFIX])
+    late = forward_reverse(call.problem)["dg"][:, 8:64]
+
+    def error(fault: Fault) -> float:
+        return float(np.linalg.norm(ZooTarget(fault).run(call).outputs["dg"][:, 8:64] - late) / np.linalg.norm(late))
+
+    assert error(Fault.NONE) < 1e-5
+    assert error(Fault.CUMSUM_TOTAL_MINUS_PREFIX) > 1e-3
+
+
+def test_faults_are_told_apart() -> None:
+    infos = [f.info for f in Fault]
+    assert len(Fault.__members__) == len(Fault) == len({i.what for i in infos})
+    assert all(i.kills for f, i in zip(Fault, infos, strict=True) if f is not Fault.NONE)
+
+
+def test_targets_by_name() -> None:
+    assert zoo_target("zoo").fault is Fault.NONE
+    assert zoo_target("zoo:dq_off").name == "zoo:DQ_OFF"
+    with pytest.raises(TargetError, match="did you mean DQ_OFF"):
+        zoo_target("zoo:DQ_OF")
