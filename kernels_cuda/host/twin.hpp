@@ -187,19 +187,30 @@ VK_CALL void mma16816(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site 
         const u32 *a, *b;
     } mine{d, a, b};
     host::collective(is_same<T, f16> ? "mma16816<f16>" : "mma16816<bf16>", site, &mine, [](void* const* slots) {
-        double A[16][16], B[16][8];
+        u32 a16[16][8], b16[8][8];  // pairs along k, as the registers hold them: A by row, B by column
         for (int l = 0; l < 32; ++l) {
             const auto* const r = static_cast<const Registers*>(slots[l]);
             const int g = l / 4, t = l % 4;
-            for (int e = 0; e < 2; ++e) {
-                for (int j = 0; j < 4; ++j) A[g + 8 * (j % 2)][2 * t + e + 8 * (j / 2)] = host::value16<T>(r->a[j] >> 16 * e & 0xffffu);
-                for (int j = 0; j < 2; ++j) B[2 * t + e + 8 * j][g] = host::value16<T>(r->b[j] >> 16 * e & 0xffffu);
-            }
+            a16[g][t] = r->a[0], a16[g + 8][t] = r->a[1], a16[g][t + 4] = r->a[2], a16[g + 8][t + 4] = r->a[3];
+            b16[g][t] = r->b[0], b16[g][t + 4] = r->b[1];
         }
+        float B[16][8];
+        for (int p = 0; p < 8; ++p)
+            for (int n = 0; n < 8; ++n) {
+                B[2 * p][n] = host::value16<T>(b16[n][p] & 0xffffu);
+                B[2 * p + 1][n] = host::value16<T>(b16[n][p] >> 16);
+            }
         for (int i = 0; i < 16; ++i) {
+            float even[8], odd[8];
+            for (int p = 0; p < 8; ++p) {
+                even[p] = host::value16<T>(a16[i][p] & 0xffffu);
+                odd[p] = host::value16<T>(a16[i][p] >> 16);
+            }
             double sum[8] = {};
-            for (int k = 0; k < 16; ++k)
-                for (int n = 0; n < 8; ++n) sum[n] += A[i][k] * B[k][n];
+            for (int p = 0; p < 8; ++p) {
+                for (int n = 0; n < 8; ++n) sum[n] += double(even[p]) * B[2 * p][n];
+                for (int n = 0; n < 8; ++n) sum[n] += double(odd[p]) * B[2 * p + 1][n];
+            }
             for (int n = 0; n < 8; ++n) {
                 float& c = static_cast<const Registers*>(slots[4 * (i % 8) + n / 2])->d[n % 2 + 2 * (i / 8)];
                 c = float(double(c) + sum[n]);
