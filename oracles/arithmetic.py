@@ -8,6 +8,7 @@ lets both kinds meet, so whatever does not depend on the run is computed once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ class Operations:
     runs : length of the run axis, or None without one.
     """
 
-    real: type[np.floating] = np.float64
+    real: type[np.floating[Any]] = np.float64
     runs: int | None = None
 
     def __init__(self, contract: Contract) -> None:
@@ -60,15 +61,18 @@ class Operations:
 
     def exp(self, x: Floats) -> Floats:
         """Exponential."""
-        return np.exp(x)
+        y: Floats = np.exp(x)
+        return y
 
     def softplus(self, x: Floats) -> Floats:
         """log(1 + exp x)."""
-        return np.logaddexp(self.real(0), x)
+        y: Floats = np.logaddexp(self.real(0), x)
+        return y
 
     def dot(self, a: Floats, b: Floats) -> Floats:
         """Matrix product over the last two axes."""
-        return np.matmul(a, b)
+        y: Floats = np.matmul(a, b)
+        return y
 
     def accumulated(self, s: Floats, squares: Floats | None, terms: Floats | float) -> Floats:
         """S as the sum of `terms` products whose squares sum to `squares`."""
@@ -99,7 +103,7 @@ class Operations:
 class NearestOperations(Operations):
     """Real float32 arithmetic, each site rounded to nearest."""
 
-    real = np.float32
+    real: type[np.floating[Any]] = np.float32
 
     def site(self, name: str, x: Floats) -> Floats:
         return round_to(x, self.contract.storage) if name in self.contract.sites else x
@@ -114,7 +118,7 @@ class StochasticOperations(Operations):
     Outputs are not rounded: their half-ulp is added analytically where values are judged.
     """
 
-    real = np.float32
+    real: type[np.floating[Any]] = np.float32
 
     def __init__(self, contract: Contract, rng: np.random.Generator, runs: int) -> None:
         super().__init__(contract)
@@ -148,10 +152,10 @@ class NoisyOperations(StochasticOperations):
     **Exponential.** GPUs compute 2^(x log2 e) by an instruction exact to about 2 ulp: relative
     deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact. Results under 2^-126 may be flushed.
 
-    **Cumulative sum.** Sequential: every partial sum adds an error of deviation u/2 times itself, which all later ones keep.
+    **Cumulative sum.** Sequential: each partial sum adds an error of deviation u/2 times itself, which later ones keep.
     """
 
-    real = np.float64
+    real: type[np.floating[Any]] = np.float64
 
     @property
     def noisy(self) -> bool:
@@ -196,6 +200,11 @@ class NoisyOperations(StochasticOperations):
         s = np.cumsum(x, axis=-2)
         size = np.where(x == 0, 0.0, (0.5 * UNIT) * np.abs(s))  # adding 0 is exact
         return s + np.cumsum(size * hashed_noise(s, self.salt()), axis=-2)
+
+
+def times(x: Floats, factor: Floats | None) -> Floats:
+    """Return x * factor, where None stands for 1."""
+    return x if factor is None else x * factor
 
 
 def one_run(x: Floats) -> Floats:

@@ -1,12 +1,7 @@
-"""The emulator: the chunked algorithm of KDA and DeltaNet under a rounding contract.
+"""The emulator: KDA and DeltaNet as a rounding contract says they are computed.
 
-    Gamma = inclusive cumsum of g inside the chunk;  gC = its last row;  Q = scale q
-    A = (I + diag(beta) L)^-1        U = A diag(beta) V        W = A diag(beta) (exp Gamma * K)
-    Kg = exp(gC - Gamma) * K         Qg = exp Gamma * Q        Vnew = U - W S
-    O = Qg S + Aqk Vnew              S <- diag(exp gC) S + Kg^T Vnew
-
-Aqk and L are in `oracles.gated`, the backward in `oracles.chunked_backward`, what is in front of the
-recurrence in `oracles.preactivation`. Sites round where `Operations.site` is called with their name.
+The algorithm is in `oracles.chunked_forward`, `oracles.chunked_backward` and `oracles.tokenwise`, what is in front of
+it in `oracles.preactivation`, and the arithmetic in which it runs in `oracles.arithmetic`.
 """
 
 from __future__ import annotations
@@ -16,14 +11,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oracles import chunked_backward
-from oracles.arithmetic import Arithmetic, Operations
+from oracles.arithmetic import Arithmetic
+from oracles.chunked_backward import Gradients
+from oracles.chunked_backward import backward as reverse
+from oracles.chunked_forward import Blocks, forward
 from oracles.contract import Contract
-from oracles.gated import GatedProducts
-from oracles.layout import Layout, make_layout, public_tokens
-from oracles.preactivation import Activated, Preactivation
+from oracles.layout import Layout, make_layout
+from oracles.outputs import finish
+from oracles.preactivation import Preactivation
 from oracles.problem import Problem
 from oracles.rounding import Floats
+from oracles.tokenwise import emulate_tokens
 from oracles.validate import check_problem
 
 
@@ -50,49 +48,6 @@ NOTES = {
     "dAqk": "dAqk", "dAkk": "dA", "dw": "dW", "du": "dU", "dh": "dS",
 }  # fmt: skip
 """Names in the reading notes and in public code: names in the equations."""
-
-
-@dataclass
-class Blocks:
-    """Operands and intermediates of the forward, one block per chunk, sequence and value head.
-
-    Attributes
-    ----------
-    Q, K, V, beta : [.., X, C, K], [.., X, C, K], [X, C, V], [.., X, C, 1].
-    Gamma, eGamma, eTail : [.., X, C, K] or None without a gate; exp Gamma and exp(gC - Gamma).
-    decay : [.., X, K, 1] or None; exp gC.
-    products : Aqk, L and their reverse.
-    Aqk, L, A : [.., X, C, C].    betaV, betaK, U, W, Kg, Qg, Vnew : [.., X, C, .].
-    S : [.., X, K, V], the copy of the state before each chunk that products read.
-    ht : [.., N*HV, K, V], sequences in the layout's order.
-    """
-
-    Q: Floats
-    K: Floats
-    V: Floats
-    beta: Floats
-    Gamma: Floats | None
-    eGamma: Floats | None
-    eTail: Floats | None
-    decay: Floats | None
-    products: GatedProducts
-    Aqk: Floats
-    L: Floats
-    A: Floats
-    betaV: Floats
-    betaK: Floats
-    U: Floats
-    W: Floats
-    Kg: Floats
-    Qg: Floats
-    Vnew: Floats
-    S: Floats
-    ht: Floats
-
-
-def times(x: Floats, factor: Floats | None) -> Floats:
-    """Return x * factor, where None stands for 1."""
-    return x if factor is None else x * factor
 
 
 def emulate(
@@ -129,8 +84,6 @@ def emulate(
     if contract.chunk is None:
         if intermediates:
             raise ValueError(f"{contract.name} has no chunks and so no intermediates; use a chunked contract.")
-        from oracles.tokenwise import emulate_tokens
-
         return Trace(emulate_tokens(problem, contract, arithmetic, backward=backward, output_dtypes=output_dtypes))
     op = arithmetic.under(contract)
     longest = max((b - a for _, a, b in problem.spans), default=0)
@@ -141,12 +94,12 @@ def emulate(
     heads = problem.v.shape[2]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         x = front.forward()
-        blocks, O = forward(problem, layout, x, op)
-        tokens = {"o": layout.rows(O, heads)}
+        blocks = forward(problem, layout, x, op)
+        tokens = {"o": layout.rows(blocks.o, heads)}
         other = {"ht": blocks.ht}
         back = None
         if backward:
-            back = chunked_backward.backward(problem, layout, blocks, op)
+            back = reverse(problem, layout, blocks, op)
             rows = {name: layout.rows(y, heads) for name, y in back.tokens.items()}
             tokens["dv"] = rows["dv"]
             tokens |= front.reverse(rows["dq"], rows["dk"], rows["dbeta"], rows.get("dg"), x)
@@ -157,131 +110,7 @@ def emulate(
     return Trace(outputs, inner)
 
 
-def finish(
-    problem: Problem,
-    layout: Layout,
-    op: Operations,
-    tokens: dict[str, Floats],
-    other: dict[str, Floats],
-    output_dtypes: Mapping[str, str] | None,
-) -> dict[str, Floats]:
-    """Bring outputs into the public layout and round them as the arithmetic says.
-
-    Parameters
-    ----------
-    tokens : [.., n, heads, D] by output name.
-    other : ht, dh0 [.., N*HV, K, V] in the layout's order, dA_log [.., HV, 1], ddt_bias [.., HV, K].
-    """
-    B, T = problem.q.shape[:2]
-    N, HV, K, V = len(problem.spans), problem.v.shape[2], problem.q.shape[3], problem.v.shape[3]
-    out: dict[str, Floats] = {}
-    for name, y in tokens.items():
-        out[name] = public_tokens(y, layout, B, T, scalar=name == "dbeta")
-    for name, y in other.items():
-        if name in ("ht", "dh0"):
-            state = y.reshape(*y.shape[:-3], N, HV, K, V)
-            out[name] = np.empty_like(state)
-            out[name][..., layout.order, :, :, :] = state
-        else:
-            out[name] = y[..., 0] if name == "dA_log" else y
-    storage = op.contract.storage
-    default = dict.fromkeys(("o", "dq", "dk", "dv"), storage)
-    dtypes = default | dict(output_dtypes or {})
-    ranks = {"o": 4, "dq": 4, "dk": 4, "dv": 4, "dg": 4, "dbeta": 3, "ht": 4, "dh0": 4, "dA_log": 1, "ddt_bias": 2}
-    for name, y in out.items():
-        y = op.output(y, dtypes.get(name, "float32")).astype(np.float64, copy=False)
-        if op.runs is not None and y.ndim == ranks[name]:
-            y = np.broadcast_to(y, (op.runs, *y.shape))
-        out[name] = y
-    return out
-
-
-def forward(problem: Problem, layout: Layout, x: Activated, op: Operations) -> tuple[Blocks, Floats]:
-    """Forward of all blocks.
-
-    Returns
-    -------
-    Blocks, and O [.., X, C, V].
-    """
-    heads = problem.v.shape[2]
-    Q, K, V, beta = (layout.blocks(y, heads) for y in (x.q, x.k, x.v, x.beta))
-    Gamma = eGamma = eTail = decay = None
-    if x.g is not None:
-        Gamma = op.cumsum(layout.blocks(x.g, heads))
-        eGamma, eTail = op.exp(Gamma), op.exp(Gamma[..., -1:, :] - Gamma)
-        decay = np.swapaxes(eGamma[..., -1:, :], -1, -2)
-    products = GatedProducts(op, Q, K, Gamma)
-    Aqk, L = products.forward()
-    A = op.site("A", inverse(beta * L, op))
-    Aqk = op.site("Aqk", Aqk)
-    betaV = op.site("betaV", beta * V)
-    betaK = op.site("betaK", beta * times(K, eGamma))
-    U, W = op.site("U", op.dot(A, betaV)), op.site("W", op.dot(A, betaK))
-    Kg, Qg = op.site("Kg", times(K, eTail)), op.site("Qg", times(Q, eGamma))
-
-    N, dk, dv = len(problem.spans), K.shape[-1], V.shape[-1]
-    h0 = np.zeros((N, heads, dk, dv)) if problem.h0 is None else problem.h0
-    state = op.state(h0[layout.order].reshape(-1, dk, dv))
-    S, Vnew = op.empty(V.shape[0], dk, dv), op.empty(*V.shape)
-    for at, running in slices(layout, heads):
-        copy = op.site("S", state[..., :running, :, :])
-        S[..., at, :, :] = copy
-        Vnew[..., at, :, :] = op.site("Vnew", U[..., at, :, :] - op.dot(W[..., at, :, :], copy))
-        added = op.dot(np.swapaxes(Kg[..., at, :, :], -1, -2), Vnew[..., at, :, :])
-        kept = times(state[..., :running, :, :], None if decay is None else decay[..., at, :, :])
-        state[..., :running, :, :] = op.wide(kept + added)
-    O = op.dot(Qg, S) + op.dot(Aqk, Vnew)
-    return (
-        Blocks(
-            Q, K, V, beta, Gamma, eGamma, eTail, decay, products, Aqk, L, A, betaV, betaK, U, W, Kg, Qg, Vnew, S, state
-        ),
-        O,
-    )
-
-
-def slices(layout: Layout, heads: int) -> list[tuple[slice, int]]:
-    """(blocks of a chunk, states that take part) for each chunk number."""
-    ends = np.cumsum([0, *layout.active]) * heads
-    return [(slice(int(a), int(b)), int(b - a)) for a, b in zip(ends, ends[1:], strict=False)]
-
-
-def inverse(N: Floats, op: Operations) -> Floats:
-    """(I + N)^-1 for strictly lower N [.., X, C, C], by the contract's method.
-
-    substitution : row by row inside 16 x 16 blocks, A_i = e_i - sum_{j<i} N_ij A_j, then blocks are merged,
-        A_21 = -A_22 N_21 A_11, doubling their size.
-    neumann : (I - N)(I + N^2)(I + N^4)..., exact because N^C = 0; loses digits when powers of N grow.
-    """
-    C = N.shape[-1]
-    eye = np.eye(C, dtype=op.real)
-    if op.contract.inverse == "neumann":
-        A, power, reach = eye - N, N, 2
-        while reach < C:
-            power = op.dot(power, power)
-            A, reach = op.wide(A + op.dot(A, power)), 2 * reach
-        return A
-    size = 1 << (C - 1).bit_length()
-    if size != C:
-        pad = [(0, 0)] * (N.ndim - 2) + [(0, size - C)] * 2
-        return inverse(np.pad(N, pad), op)[..., :C, :C]
-    if C <= 16:
-        A = np.zeros_like(op.dot(N[..., :1, :], N))
-        A = np.zeros((*A.shape[:-2], C, C), op.real)
-        A[...] = eye
-        for i in range(1, C):
-            A[..., i : i + 1, :i] = -op.dot(N[..., i : i + 1, :i], A[..., :i, :i])
-        return A
-    h = C // 2
-    first, last = inverse(N[..., :h, :h], op), inverse(N[..., h:, h:], op)
-    A = np.zeros((*first.shape[:-2], C, C), op.real)
-    A[..., :h, :h], A[..., h:, h:] = first, last
-    A[..., h:, :h] = -op.dot(last, op.dot(N[..., h:, :h], first))
-    return A
-
-
-def _intermediates(
-    layout: Layout, heads: int, blocks: Blocks, back: chunked_backward.Gradients | None
-) -> dict[str, Floats]:
+def _intermediates(layout: Layout, heads: int, blocks: Blocks, back: Gradients | None) -> dict[str, Floats]:
     names = ("Gamma", "Aqk", "A", "L", "U", "W", "Qg", "Kg", "Vnew", "S")
     flat = {name: getattr(blocks, name) for name in names if getattr(blocks, name) is not None}
     if back is not None:

@@ -20,17 +20,14 @@ read their stored copies; elementwise terms of dGamma use unrounded exp Gamma * 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oracles.arithmetic import Operations
+from oracles.arithmetic import Operations, times
+from oracles.chunked_forward import Blocks
 from oracles.layout import Layout, flat_tokens
 from oracles.problem import Problem
 from oracles.rounding import Floats
-
-if TYPE_CHECKING:
-    from oracles.chunked import Blocks
 
 
 @dataclass
@@ -52,11 +49,6 @@ class Gradients:
 def T(x: Floats) -> Floats:
     """Transpose of the last two axes."""
     return np.swapaxes(x, -1, -2)
-
-
-def times(x: Floats, factor: Floats | None) -> Floats:
-    """Return x * factor, where None stands for 1."""
-    return x if factor is None else x * factor
 
 
 def backward(problem: Problem, layout: Layout, b: Blocks, op: Operations) -> Gradients:
@@ -103,15 +95,13 @@ def _states(problem: Problem, layout: Layout, b: Blocks, dO: Floats, op: Operati
     dS : [.., X, K, V], copies after each chunk that products read.    dU : [.., X, C, V].
     dh0 : [.., N*HV, K, V].
     """
-    from oracles.chunked import slices
-
     heads = problem.v.shape[2]
     Kd, Vd = b.K.shape[-1], b.V.shape[-1]
     dht = np.zeros((len(problem.spans), heads, Kd, Vd)) if problem.dht is None else problem.dht
     state = op.state(dht[layout.order].reshape(-1, Kd, Vd))
     dS, dU = op.empty(b.V.shape[0], Kd, Vd), op.empty(*b.V.shape)
     from_output, into_state = op.dot(T(b.Aqk), dO), op.dot(T(b.Qg), dO)
-    for at, running in reversed(slices(layout, heads)):
+    for at, running in reversed(layout.slices(heads)):
         copy = op.site("dS", state[..., :running, :, :])
         dS[..., at, :, :] = copy
         dU[..., at, :, :] = op.site("dU", from_output[..., at, :, :] + op.dot(b.Kg[..., at, :, :], copy))

@@ -40,7 +40,9 @@ class GatedProducts:
             # Gamma differs between runs by roundings alone. With Gamma0 that of the first run,
             # exp(Gamma_i - Gamma_j) = exp(Gamma0_i - Gamma0_j) e_i / e_j, so the decays need no run axis.
             self.e = np.exp(np.clip(Gamma - self.gamma, -30.0, 30.0))
-        self.Qi, self.Ki, self.Kj = (Q, K, K) if self.e is None else (Q * self.e, K * self.e, K / self.e)
+        self.Qi, self.Ki, self.Kj = Q, K, K
+        if self.e is not None:
+            self.Qi, self.Ki, self.Kj = Q * self.e, K * self.e, K / self.e
 
     def forward(self) -> tuple[Floats, Floats]:
         """Aqk [.., X, C, C] (diagonal included) and L (strictly lower)."""

@@ -9,6 +9,7 @@ Rows of padding hold zeros: k = beta = g = 0 leaves the state as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,11 @@ class Layout:
     active: list[int]
     chunk_of: Index
     rank_of: Index
+
+    def slices(self, heads: int) -> list[tuple[slice, int]]:
+        """(blocks of a chunk, states that take part) for each chunk number."""
+        ends = [0, *accumulate(n * heads for n in self.active)]
+        return [(slice(a, b), b - a) for a, b in pairwise(ends)]
 
     def blocks(self, x: Floats, heads: int) -> Floats:
         """Gather [.., n, h, D] into blocks [.., X, C, D]; heads repeated up to `heads`."""

@@ -20,8 +20,8 @@ from oracles.problem import L2NORM_EPS, Problem
 from oracles.rounding import Floats
 
 RESET = -104.0
-"""Stands for g = -inf: exp(-104) is under half the smallest subnormal of float32, so it rounds to 0. A finite
-stand-in keeps differences of Gamma defined."""
+"""Stands for every g below it, -inf included: exp(-104) is under half the smallest subnormal of float32, so it rounds
+to 0. It keeps differences of Gamma defined, and Gamma small enough for the decays of later tokens to survive in it."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Activated:
     ----------
     q, k : [.., n, H, K], q already scaled.
     v : [n, HV, V].
-    g : [.., n, HV, K] or None.    reset : where g was -inf, or None if nowhere.
+    g : [.., n, HV, K] or None.    reset : where g was below RESET, or None if nowhere.
     beta : [.., n, HV, 1].
     """
 
@@ -65,9 +65,9 @@ class Preactivation:
         g, reset = None, None
         if p.g is not None:
             g = self._gate(op.array(flat_tokens(p.g, self.layout)))
-            infinite = np.isneginf(g)
-            if infinite.any():
-                g, reset = np.where(infinite, op.real(RESET), g), infinite
+            below = g < RESET
+            if below.any():
+                g, reset = np.maximum(g, op.real(RESET)), below
         return Activated(op.wide(q * self.scale) if p.scale != 1.0 else q, k, v, g, reset, beta)
 
     def reverse(self, dq: Floats, dk: Floats, dbeta: Floats, dg: Floats | None, x: Activated) -> dict[str, Floats]:
@@ -101,7 +101,8 @@ class Preactivation:
         return op.wide(1 / np.sqrt(op.total(x * x, -1) + op.real(L2NORM_EPS)))
 
     def _norm_reverse(self, dy: Floats, y: Floats, rstd: Floats) -> Floats:
-        return (dy - y * self.op.total(y * dy, -1)) * rstd
+        dx: Floats = (dy - y * self.op.total(y * dy, -1)) * rstd
+        return dx
 
     def _grouped(self, x: Floats) -> Floats:
         """Sum over the value heads of each query/key head."""

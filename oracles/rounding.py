@@ -23,8 +23,8 @@ Floats = npt.NDArray[Any]
 
 FORMATS = {
     "float16": (10, -14, 65504.0),
-    "bfloat16": (7, -126, 3.3895313892515355e38),
-    "float32": (23, -126, 3.4028234663852886e38),
+    "bfloat16": (7, -126, 2.0**128 - 2.0**120),
+    "float32": (23, -126, 2.0**128 - 2.0**104),
 }
 """dtype: (stored mantissa bits, exponent of the smallest normal, largest finite value)."""
 
@@ -47,7 +47,8 @@ def spacing(x: npt.ArrayLike, dtype: str) -> npt.NDArray[np.float64]:
     bits, least, _ = FORMATS[dtype]
     x = np.asarray(x, np.float64)
     exponent = np.where(x == 0, least, np.frexp(x)[1] - 1)
-    return np.ldexp(1.0, np.maximum(exponent, least) - bits)
+    q: npt.NDArray[np.float64] = np.ldexp(1.0, np.maximum(exponent, least) - bits)
+    return q
 
 
 def round_to(x: Floats, dtype: str) -> Floats:
@@ -85,7 +86,7 @@ def round_stochastic(x: Floats, dtype: str, salt: npt.NDArray[np.uint32]) -> Flo
     -------
     array [R, ...] of x's dtype. Representable values are unchanged; float16 overflow becomes inf.
     """
-    bits, least, largest = FORMATS[dtype]
+    bits, least, _ = FORMATS[dtype]
     if dtype == "float32":
         if x.dtype == np.float32:
             return x

@@ -22,6 +22,7 @@ import numpy as np
 from oracles.arithmetic import Arithmetic, Operations
 from oracles.contract import Contract
 from oracles.layout import Layout, flat_tokens, make_layout
+from oracles.outputs import finish
 from oracles.preactivation import Preactivation
 from oracles.problem import Problem
 from oracles.rounding import Floats
@@ -51,8 +52,6 @@ def emulate_tokens(
         ]
         axes = {"ht": -3, "dh0": -3, "dbeta": -1, "dA_log": -1}
         return {name: np.concatenate([p[name] for p in parts], axes.get(name, -2)) for name in parts[0]}
-    from oracles.chunked import finish
-
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         tokens, other = _run(problem, layout, op, backward)
         return finish(problem, layout, op, tokens, other, output_dtypes)
@@ -84,15 +83,13 @@ def _head(p: Problem, h: int) -> Problem:
 def _run(
     problem: Problem, layout: Layout, op: Operations, backward: bool
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    from oracles.chunked import slices
-
     heads, N, K, V = problem.v.shape[2], len(problem.spans), problem.q.shape[3], problem.v.shape[3]
     front = Preactivation(problem, layout, op)
     x = front.forward()
     q, k, v, beta = (layout.blocks(y, heads) for y in (x.q, x.k, x.v, x.beta))
     decay = None if x.g is None else np.swapaxes(op.exp(layout.blocks(x.g, heads)), -1, -2)
     kT = np.swapaxes(k, -1, -2)
-    steps = slices(layout, heads)
+    steps = layout.slices(heads)
 
     def initial(given: Floats | None) -> Floats:
         h = np.zeros((N, heads, K, V)) if given is None else given

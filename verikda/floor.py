@@ -1,0 +1,331 @@
+"""The judgement of values: error against the noise that a rounding contract cannot avoid.
+
+The emulator runs the contract's algorithm a few times with stochastic rounding. For a block of an output
+
+    noise = mean over runs of sum (run - truth)^2  +  sum of the output dtype's own rounding
+    ratio = sqrt(sum (result - truth)^2 / noise)
+
+and the output's ratio is that of its worst block. 1 is a perfect implementation; rounding to nearest has half
+the variance of stochastic rounding, so a twin of the contract reads about 0.7.
+
+A block is one chunk of one head of one sequence (the whole matrix for states, a head for dA_log and
+ddt_bias), pooled with its neighbours until it has 16 numbers.
+
+**How many runs.** For a block that is one number with healthy error e ~ N(0, s^2/2), R runs estimate the noise as
+the mean of R squares of N(0, s^2), so sqrt(2) e / estimate has Student's t distribution with R degrees of freedom:
+
+    P(ratio > 4) = P(|t_R| > 4 sqrt 2):    R = 4: 5e-3    R = 16: 4e-5    R = 64: 4e-7    known noise: 2e-8
+
+Four runs are enough to pass a block under limit/2 but not to condemn one, so whenever a block is above limit/2
+the noise is estimated again, with explicit float32 noise, by 4, 16 and then 64 runs. The limit never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from oracles.arithmetic import Stochastic
+from oracles.chunked import emulate
+from oracles.contract import Contract
+from oracles.problem import Array, Problem
+from oracles.recurrence import forward, forward_reverse, growth, is_stable
+from verikda.blocks import Blocks, blocks_of
+from verikda.dtypes import round_to, ulp
+
+Verdict = Literal["pass", "fail", "inconclusive"]
+
+LIMIT = 4.0
+GROWTH_LIMIT = 16.0
+"""Outside the stable domain values are judged only while a unit change of the state cannot grow beyond this."""
+
+_CONFIRMED = (4, 16, 64)
+"""Runs with explicit float32 noise after which a suspicious block is looked at again."""
+_GROSS = 100.0
+"""Ratio, in limits, at which 4 runs convict: P(|t_4| > 400 sqrt 2) is 6e-11."""
+_BATCH = 1 << 22
+"""Output elements emulated at once."""
+_FLUSH = 2.0**-126
+"""Smallest normal number of float32 and bfloat16: GPUs may flush below it."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is said of one output.
+
+    Attributes
+    ----------
+    output : its name.
+    verdict : fail if a block exceeds the limit or a value is not finite; inconclusive if a block could not be judged.
+    ratio : of the worst block; inf where the result must be exact and is not, None if nothing was judged.
+    coordinate : worst element of the worst block, in the public layout.
+    expected, actual : float64 truth and result there.
+    floor : root mean square noise of an element of that block.
+    ulps : error there in spacings of the output's dtype.
+    dtype : dtype that the output really has.
+    resolution : smallest relative error (of the whole output) that the limit could have shown.
+    excluded : elements left out because the truth overflows the output's dtype.
+    message : the finding in plain words, empty for a pass.
+    """
+
+    output: str
+    verdict: Verdict
+    ratio: float | None
+    coordinate: tuple[int, ...] | None = None
+    expected: float | None = None
+    actual: float | None = None
+    floor: float | None = None
+    ulps: float | None = None
+    dtype: str = "float32"
+    resolution: float | None = None
+    excluded: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """All outputs of one result.
+
+    Attributes
+    ----------
+    verdict : fail if any output fails; inconclusive if an output is, or if no output could have told right from wrong.
+    outputs : by name.
+    detail : why the verdict is inconclusive, else empty.
+    runs : stochastic runs behind the final noise.
+    """
+
+    verdict: Verdict
+    outputs: Mapping[str, Judged] = field(default_factory=dict)
+    detail: str = ""
+    runs: int = 0
+
+
+class Floor:
+    """Noise of one problem under one contract: mean squared deviation of each output element from the truth.
+
+    Parameters
+    ----------
+    problem, contract : what is emulated.
+    truth : float64 outputs.
+    backward : whether gradients are emulated too.
+    runs : stochastic runs of the first estimate.
+    seed : of the salts.
+    """
+
+    def __init__(
+        self, problem: Problem, contract: Contract, truth: Mapping[str, Array], backward: bool, runs: int, seed: int
+    ) -> None:
+        self.problem, self.contract, self.truth, self.backward = problem, contract, truth, backward
+        self.rng = np.random.default_rng(seed)
+        self.noisy = contract.storage == "float32" or not contract.sites
+        self.runs = 0
+        self._sum: dict[str, Array] = {}
+        self.plan = [n for n in _CONFIRMED if n > runs or not self.noisy]
+        self._add(runs)
+
+    @property
+    def deviation(self) -> dict[str, Array]:
+        """Mean squared deviation per element; not finite where the contract itself overflows."""
+        return {name: total / self.runs for name, total in self._sum.items()}
+
+    def refine(self) -> bool:
+        """Estimate again with more runs; False when the plan is used up."""
+        if not self.plan:
+            return False
+        if not self.noisy:
+            self.noisy, self.runs, self._sum = True, 0, {}
+        self._add(self.plan.pop(0) - self.runs)
+        return True
+
+    def _add(self, runs: int) -> None:
+        size = sum(x.size for x in self.truth.values())
+        step = max(1, min(16, _BATCH // max(1, size)))
+        while runs > 0:
+            n = min(step, runs)
+            trace = emulate(self.problem, self.contract, Stochastic(self.rng, n, self.noisy), backward=self.backward)
+            with np.errstate(invalid="ignore", over="ignore"):
+                for name, truth in self.truth.items():
+                    deviation = trace.outputs[name] - truth
+                    deviation *= deviation
+                    self._sum[name] = self._sum.get(name, 0.0) + deviation.sum(axis=0)
+            runs -= n
+            self.runs += n
+
+
+_floors: WeakKeyDictionary[Problem, dict[object, Floor]] = WeakKeyDictionary()
+"""Floors of problems still alive: several results of one problem are judged under one contract."""
+
+
+def judge(
+    outputs: Mapping[str, Array],
+    dtypes: Mapping[str, str],
+    problem: Problem,
+    contract: Contract,
+    *,
+    truth: Mapping[str, Array] | None = None,
+    backward: bool | None = None,
+    runs: int = 4,
+    rng_seed: int = 0,
+    limit: float = LIMIT,
+) -> Judgement:
+    """Judge a result against float64.
+
+    Parameters
+    ----------
+    outputs : the result, float64 copies keyed as oracles.problem.OUTPUTS and GRADIENTS. Absent ones are not judged.
+    dtypes : dtype that each output really had.
+    problem : the call's values.
+    contract : what the implementation declares.
+    truth : float64 outputs of the recurrence, computed here if None.
+    backward : whether gradients are judged; by default if the result holds any.
+    runs : stochastic runs of the first estimate of noise.
+    rng_seed : of the stochastic runs.
+    limit : largest ratio that passes.
+
+    Returns
+    -------
+    Judgement
+
+    Raises
+    ------
+    ValueError
+        When the problem has no meaning, or an output has no dtype.
+    """
+    if backward is None:
+        backward = any(name not in ("o", "ht") for name in outputs)
+    unknown = sorted(set(outputs) - set(dtypes))
+    if unknown:
+        raise ValueError(f"no dtype is given for {', '.join(unknown)}; say which dtype each output had.")
+    if not is_stable(problem) and not growth(problem) <= GROWTH_LIMIT:
+        detail = f"outside the stable domain: a change of the state can grow {growth(problem):.3g} times"
+        return Judgement("inconclusive", {}, detail)
+    if truth is None:
+        truth = forward_reverse(problem) if backward else forward(problem)
+    truth = {name: x for name, x in truth.items() if backward or name in ("o", "ht")}
+    names = [name for name in truth if name in outputs]
+    if not names:
+        return Judgement("inconclusive", {}, "the result holds no output that could be judged")
+    wrong = {n: _misshapen(n, outputs[n], truth[n], dtypes[n]) for n in names if outputs[n].shape != truth[n].shape}
+    names = [name for name in names if name not in wrong]
+
+    mine = _floors.setdefault(problem, {})
+    key = (contract, backward, runs, rng_seed)
+    if key not in mine:
+        mine[key] = Floor(problem, contract, truth, backward, runs, rng_seed)
+    floor = mine[key]
+    errors = {n: _Error(n, outputs[n], dtypes[n], truth[n], blocks_of(n, truth[n], problem, contract)) for n in names}
+    while True:
+        judged = {name: errors[name].judge(floor.deviation[name], limit) for name in names}
+        worst = max((j.ratio or 0.0 for j in judged.values()), default=0.0)
+        if worst <= limit / 2 or (floor.noisy and limit * _GROSS < worst < np.inf) or not floor.refine():
+            break
+    return _summary(wrong | judged, floor, truth, names)
+
+
+def _summary(judged: dict[str, Judged], floor: Floor, truth: Mapping[str, Array], names: list[str]) -> Judgement:
+    failed = [n for n, j in judged.items() if j.verdict == "fail"]
+    if failed:
+        return Judgement("fail", judged, "", floor.runs)
+    open_ = [f"{n}: {j.message}" for n, j in judged.items() if j.verdict == "inconclusive"]
+    if open_:
+        return Judgement("inconclusive", judged, "; ".join(open_), floor.runs)
+    if not any(truth[name].any() for name in names):
+        return Judgement(
+            "inconclusive", judged, "every output is zero here, so nothing wrong could be seen", floor.runs
+        )
+    if all((judged[n].resolution or 0.0) > 1.0 for n in names if truth[n].any()):
+        detail = "the contract's own noise exceeds every output here, so nothing wrong could be seen"
+        return Judgement("inconclusive", judged, detail, floor.runs)
+    return Judgement("pass", judged, "", floor.runs)
+
+
+def _misshapen(name: str, actual: Array, truth: Array, dtype: str) -> Judged:
+    message = f"{name} has shape {actual.shape}; it must have {truth.shape}"
+    return Judged(name, "fail", None, dtype=dtype, message=message)
+
+
+def output_noise(x: Array, dtype: str) -> Array:
+    """Squared error that storing x in `dtype` may cost: spacing^2 / 12 in 16 bits, (2^-24 x)^2 in float32.
+
+    Both get 2^-126 more where x is not 0 and the dtype has float32's exponents, since GPUs may flush below it.
+    An x of 0 costs nothing.
+    """
+    if dtype == "float16":
+        noise: Array = ulp(x, dtype) ** 2 / 12
+    elif dtype == "bfloat16":
+        noise = ulp(x, dtype) ** 2 / 12 + _FLUSH**2
+    else:
+        noise = (2.0**-24 * x) ** 2 + _FLUSH**2
+    return np.where(x == 0, 0.0, noise)
+
+
+class _Error:
+    """Error of one output, summed over blocks once; judged against noise that may be refined."""
+
+    def __init__(self, name: str, actual: Array, dtype: str, truth: Array, blocks: Blocks) -> None:
+        self.name, self.dtype, self.truth, self.actual, self.blocks = name, dtype, truth, actual, blocks
+        self.representable = np.isfinite(round_to(truth, dtype))
+        self.excluded = int(truth.size - np.count_nonzero(self.representable))
+        self.bad = ~np.isfinite(actual) & self.representable
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.error = np.where(self.representable & ~self.bad, actual - truth, 0.0)
+            self.squared = blocks.sum(self.error**2)
+            self.own = np.where(self.representable, output_noise(np.where(self.representable, truth, 0.0), dtype), 0.0)
+
+    def judge(self, deviation: Array, limit: float) -> Judged:
+        used = np.where(self.representable, deviation, 0.0)
+        noise = self.blocks.sum(used + self.own)
+        known = np.isfinite(noise)
+        bad = self.bad & np.isfinite(deviation)
+        if bad.any():
+            at = np.unravel_index(int(np.argmax(bad)), bad.shape)
+            return self._found(
+                at, np.inf, noise, "fail", f"{int(bad.sum())} values are not finite where float64 is", limit
+            )
+        if not known.any():
+            if not self.truth.size:
+                return Judged(self.name, "pass", None, dtype=self.dtype)
+            what = "the contract itself overflows"
+            return Judged(self.name, "inconclusive", None, dtype=self.dtype, excluded=self.excluded, message=what)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratios = np.sqrt(self.squared / noise)
+        ratios = np.where(self.squared == 0, 0.0, np.where(known, ratios, 0.0))
+        block = int(np.argmax(ratios))
+        ratio = float(ratios[block])
+        at = self.blocks.worst(block, self.error)
+        if ratio > limit:
+            what = "must be exact" if noise[block] == 0 else f"error is {ratio:.3g} times the noise floor"
+            return self._found(at, ratio, noise, "fail", what, limit)
+        if not known.all():
+            n = int(len(known) - known.sum())
+            return self._found(at, ratio, noise, "inconclusive", f"the contract itself overflows in {n} blocks", limit)
+        return self._found(at, ratio, noise, "pass", "", limit)
+
+    def _found(
+        self, at: tuple[np.intp, ...], ratio: float, noise: Array, verdict: Verdict, what: str, limit: float
+    ) -> Judged:
+        expected, actual = float(self.truth[at]), float(self.actual[at])
+        block = self.blocks.of(at)
+        floor = float(np.sqrt(noise[block] / self.blocks.count[block]))
+        coordinate = tuple(int(i) for i in at)
+        size = float(np.sqrt((np.where(self.representable, self.truth, 0.0) ** 2).sum()))
+        total = float(np.sqrt(noise[np.isfinite(noise)].sum()))
+        where = f"{self.name}{list(coordinate)} = {actual:.9g}, float64 says {expected:.9g}"
+        return Judged(
+            self.name,
+            verdict,
+            ratio,
+            coordinate,
+            expected,
+            actual,
+            floor,
+            float(abs(actual - expected) / ulp(expected, self.dtype)),
+            self.dtype,
+            limit * total / size if size else None,
+            self.excluded,
+            f"{where}: {what}" if what else "",
+        )
