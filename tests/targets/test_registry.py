@@ -35,6 +35,11 @@ class ReadyMade:
         raise NotImplementedError
 
 
+class Unmakeable(ReadyMade):
+    def __init__(self, needed):
+        pass
+
+
 ready = ReadyMade()
 number = 5
 
@@ -97,7 +102,7 @@ def test_emulator_takes_a_contract():
 
 
 def test_zoo():
-    assert resolve("zoo").name == "zoo:NONE"
+    assert resolve("zoo").name == "zoo"
     with pytest.raises(TargetError, match="the zoo has no fault 'nothing_like_it'"):
         resolve("zoo:nothing_like_it")
     with pytest.raises(TargetError, match="zoo declares its own contract; contract 'float32' cannot be set"):
@@ -119,6 +124,8 @@ def test_numpy_functions_are_marked(monkeypatch):
 def test_ready_made_targets():
     assert resolve("test_registry:ready") is ready
     assert isinstance(resolve("test_registry:ReadyMade"), ReadyMade)
+    with pytest.raises(TargetError, match="Unmakeable: making the target failed: TypeError"):
+        resolve("test_registry:Unmakeable")
     with pytest.raises(TargetError, match="declares its own contract"):
         resolve("test_registry:ready", contract="float32")
     with pytest.raises(TargetError, match="is a int, neither a function nor a target"):

@@ -95,7 +95,7 @@ def test_tensors_arrive_as_asked():
     seen = {}
 
     def f(q, k, v, g, beta, cu_seqlens=None):
-        seen.update(q=q, cu=cu_seqlens)
+        seen.update(q=q, cu=cu_seqlens, grad=torch.is_grad_enabled())
         return toy_kda.chunk_kda(q, k, v, g, beta, cu_seqlens=cu_seqlens)
 
     call = calls.make(
@@ -116,13 +116,14 @@ def test_tensors_arrive_as_asked():
     assert seen["q"].is_contiguous()
     assert seen["q"].data_ptr() % 64 == 2
     assert not seen["q"].requires_grad
+    assert not seen["grad"]
 
 
 def test_what_ran_is_recorded():
     ran = target().run(calls.make(backward=False)).ran
     assert "toy_kda.chunk_kda" in ran
     assert "toy_kda.py:" in ran
-    assert ran.endswith("on cpu")
+    assert ran.endswith(f", torch {torch.__version__} on cpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -146,7 +146,10 @@ def as_target(found: Any, name: str, contract: Declared | None = None, device: s
         When it is none of these.
     """
     if isinstance(found, type) and _is_target(found):
-        found = found()
+        try:
+            found = found()
+        except Exception as error:
+            raise TargetError(f"{name}: making the target failed: {type(error).__name__}: {error}") from error
     if _is_target(found):
         _refuse_options(name, contract, device)
         return cast(Target, found)

@@ -83,6 +83,7 @@ class TorchFunction:
         ValueError
             When the call needs what the signature lacks, or its values are not representable in their dtypes.
         """
+        torch = import_torch(self._name)
         if call.backward and call.problem.do is None and call.problem.dht is None:
             raise ValueError("a call with backward needs do or dht")
         device = self.device
@@ -95,7 +96,9 @@ class TorchFunction:
                 views[name].requires_grad_(True)
         keywords |= {self.signature.argument(n): t for n, t in views.items() if n not in ("do", "dht")}
 
-        answer = guarded(lambda: self.function(**keywords), device)
+        # Without a backward the call is one of inference, where dispatchers may choose other kernels.
+        with torch.set_grad_enabled(call.backward):
+            answer = guarded(lambda: self.function(**keywords), device)
         o, ht = outputs(answer, call, self.signature.has("output_final_state"))
         found: dict[str, Any] = {"o": o} if ht is None else {"o": o, "ht": ht}
         if call.backward and (o.requires_grad or not has_tokens(call)):
@@ -108,7 +111,7 @@ class TorchFunction:
             outputs={n: sig.normal_form(n, float64(t), call) for n, t in found.items()},
             dtypes={n: dtype_name(t) for n, t in found.items()},
             changed=tuple(changed),
-            ran=f"{describe(self.function)} on {device_name(device)}",
+            ran=f"{describe(self.function)}, torch {torch.__version__} on {device_name(device)}",
             layouts={n: b.layout for n, b in blocks.items()},
         )
 
