@@ -119,7 +119,7 @@ def _gated(seed: int, bounded: float | None, spread: float, A_log: float | None 
     r = np.random.default_rng(seed + 1)
     p = _base(seed)
     HV, K = p.beta.shape[2], p.k.shape[3]
-    logs: Array | None = None if A_log is None else r.normal(A_log, 1.0, size=HV)
+    logs: Array | None = None if A_log is None else r.normal(A_log, 1.0, size=(HV,))
     return replace(
         p,
         gate="softplus" if bounded is None else "bounded",
