@@ -102,7 +102,7 @@ def test_emulator_takes_a_contract():
 
 
 def test_zoo():
-    assert resolve("zoo").name == "zoo"
+    assert resolve("zoo").name.startswith("zoo")
     with pytest.raises(TargetError, match="the zoo has no fault 'nothing_like_it'"):
         resolve("zoo:nothing_like_it")
     with pytest.raises(TargetError, match="zoo declares its own contract; contract 'float32' cannot be set"):
