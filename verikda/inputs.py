@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from oracles.problem import Array, Gate, Problem
-from verikda import counter, regimes
+from verikda import counter, exact, regimes
 from verikda.call import Call
 from verikda.case import Case
+from verikda.draw import Draw
 from verikda.dtypes import format_of, round_to
-from verikda.regimes import Draw
 
 SAFE_GATE = -5.0
 """What safe_gate promises: no log decay below it."""
@@ -178,21 +178,15 @@ def raw_gate(g: Array, lower_bound: float | None, A_log: Array | None, dt_bias: 
     lower_bound : of the bounded gate, None for the softplus gate.
     A_log : [HV] or None.    dt_bias : [HV,K] or None.
     """
-    multiplier = np.ones((1, 1, 1)) if A_log is None else counter.exp(A_log).reshape(1, -1, 1)
+    multiplier = np.ones((1, 1, 1)) if A_log is None else exact.exp(A_log).reshape(1, -1, 1)
     if lower_bound is None:
         s = np.minimum(-g / multiplier, 60000.0)
-        x = np.where(s > 0, regimes.softplus_inverse(np.where(s > 0, s, 1.0)), -1000.0)
+        x = np.where(s > 0, exact.softplus_inverse(np.where(s > 0, s, 1.0)), -1000.0)
     else:
-        x = _logit(g / lower_bound) / multiplier
+        x = exact.logit(g / lower_bound) / multiplier
     return x if dt_bias is None else x - dt_bias
 
 
 def raw_beta(beta: Array, top: float) -> Array:
     """Raw beta with top * sigmoid(raw) about `beta`; exactly 0 at 0 and exactly `top` at `top`, in float64."""
-    return _logit(beta / top)
-
-
-def _logit(p: Array) -> Array:
-    """ln(p / (1 - p)); -1000 at 0 and 1000 at 1, where a sigmoid is exactly 0 and 1 in every dtype."""
-    inner = np.clip(p, 2.0**-60, 1.0 - 2.0**-50)
-    return np.where(p <= 0, -1000.0, np.where(p >= 1, 1000.0, counter.ln(inner) - counter.ln(1.0 - inner)))
+    return exact.logit(beta / top)

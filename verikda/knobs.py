@@ -104,8 +104,8 @@ def length_classes(x: SimpleNamespace, c: Capabilities, m: Limits) -> dict[str, 
     C = x.chunk_size
     near = {"C-1": C - 1, "C": C, "C+1": C + 1, "2C-1": 2 * C - 1, "2C": 2 * C, "2C+1": 2 * C + 1, "2C+3": 2 * C + 3}
     if not x.packed:
-        single = {str(n): n for n in (1, 2, 3, 15, 16, 17, 31, 40, 100)} | near
-        classes = {name: (n,) for name, n in single.items()}
+        single: dict[str, int] = {str(n): n for n in (1, 2, 3, 15, 16, 17, 31, 40, 100)} | near
+        classes: dict[str, tuple[int, ...]] = {name: (n,) for name, n in single.items()}
         classes |= {f"2 x {name}": (n, n) for name, n in single.items() if name in ("1", "17", "C", "C+1")}
     else:
         classes = {
@@ -181,8 +181,10 @@ OPTIONS: dict[str, Callable[[Any, Capabilities, Limits], Options]] = {
 Options that stand more than once are drawn more often.
 """
 
-OPEN = ("heads", "groups", "K", "V", "lengths", "tail_padding", "gate_magnitude", "lower_bound", "scale")
-OPEN += ("q_exponent", "v_exponent", "do_exponent", "seed", "overrides")
+OPEN = (
+    *("heads", "groups", "K", "V", "lengths", "tail_padding", "gate_magnitude", "lower_bound", "scale"),
+    *("q_exponent", "v_exponent", "do_exponent", "seed", "overrides"),
+)
 """Knobs that may be fixed to values which are not among their options."""
 
 

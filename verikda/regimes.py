@@ -4,7 +4,7 @@ Nearly every public fault of these kernels hid behind independent normal keys an
 is a way of drawing one tensor; a `Case` names one per tensor. Faults are cited as in their trackers:
 fla = fla-org/flash-linear-attention, cudnn = NVIDIA/cudnn-frontend, others by their repository's name.
 
-Draws use only what `verikda.counter` allows, so they are equal bit for bit everywhere.
+Draws use only `verikda.counter` and `verikda.exact`, so they are equal bit for bit everywhere.
 """
 
 from __future__ import annotations
@@ -13,68 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from oracles.problem import Array
-from verikda import counter
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """What a regime may read: where each row lies in its sequence, and streams of numbers.
-
-    Arrays broadcast to (rows, heads, channels); rows run over batch and tokens.
-
-    Attributes
-    ----------
-    seed, name : of the streams; `name` is the tensor's.
-    shape : (rows, heads, channels).
-    t, length : [rows,1,1], position of a row in its sequence and the length of that sequence.
-    magnitude : for gates, nats per token.
-    key : [rows,heads,K], the keys that go with the rows (values and queries only).
-    """
-
-    seed: int
-    name: str
-    shape: tuple[int, int, int]
-    t: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
-    magnitude: float = 1.0
-    key: Array | None = None
-
-    def _sizes(self, axes: str) -> tuple[int, ...]:
-        return tuple(size if axis in axes else 1 for axis, size in zip("rhc", self.shape, strict=True))
-
-    def uniform(self, part: str, axes: str = "rhc") -> Array:
-        """Uniform on (0, 1), one per coordinate of `axes`: r rows, h heads, c channels."""
-        return counter.uniform(self.seed, f"{self.name}.{part}", self._sizes(axes))
-
-    def normal(self, part: str, axes: str = "rhc") -> Array:
-        """Mean 0, variance 1, bounded by 3.47."""
-        return counter.normal(self.seed, f"{self.name}.{part}", self._sizes(axes))
-
-    def integers(self, part: str, low: int, high: int, axes: str = "rhc") -> npt.NDArray[np.int64]:
-        """Integers in [low, high]."""
-        return counter.integers(self.seed, f"{self.name}.{part}", self._sizes(axes), low, high)
-
-    @property
-    def channel(self) -> npt.NDArray[np.int64]:
-        """Index of each channel, [1,1,channels]."""
-        return np.arange(self.shape[2]).reshape(1, 1, -1)
-
-    @property
-    def head(self) -> npt.NDArray[np.int64]:
-        """Index of each head, [1,heads,1]."""
-        return np.arange(self.shape[1]).reshape(1, -1, 1)
-
-    def one_row(self, part: str) -> npt.NDArray[np.bool_]:
-        """True at one row of every sequence, [rows,1,1]."""
-        where: npt.NDArray[np.bool_] = self.t == np.floor(self.uniform(part, "") * self.length)
-        return where
-
-    def full(self, x: Array | float) -> Array:
-        """`x` as an array of `shape`."""
-        return np.broadcast_to(np.asarray(x, dtype=np.float64), self.shape).copy()
+from verikda import counter, exact
+from verikda.draw import Draw
 
 
 @dataclass(frozen=True)
@@ -127,7 +69,7 @@ def _add(
 
 def unit(x: Array) -> Array:
     """Rows of Euclidean length 1; a zero row becomes the first basis vector."""
-    norm = np.sqrt(counter.tree_sum(x * x))
+    norm = np.sqrt(exact.tree_sum(x * x))
     first = np.zeros(x.shape[-1])
     first[0] = 1.0
     return np.where(norm > 0, x / np.where(norm > 0, norm, 1.0), first)
@@ -147,7 +89,7 @@ def _fast(d: Draw) -> Array:
 @_add(GATES, "random", "tt-metal #54839")
 def _gate_random(d: Draw) -> Array:
     """Independent, exponentially distributed around -m: many near 0, some several m."""
-    return d.magnitude * counter.ln(d.uniform("g"))
+    return d.magnitude * exact.ln(d.uniform("g"))
 
 
 @_add(GATES, "zero", "fla #104", "fla #389", "fla #862")
@@ -203,9 +145,9 @@ def _gate_ragged(d: Draw) -> Array:
 @_add(GATES, "model", "attention-gym #370", "FlashKDA #3")
 def _gate_model(d: Draw) -> Array:
     """As trained models start: -m A softplus(x + dt_bias), A in 1..16, softplus(dt_bias) in 0.001..0.1, x normal."""
-    A = counter.exp(model_A_log(d.seed, d.shape[1]))[None, :, None]
+    A = exact.exp(model_A_log(d.seed, d.shape[1]))[None, :, None]
     x = d.normal("x") + model_dt_bias(d.seed, d.shape[1], d.shape[2])
-    return -d.magnitude * A * softplus(x)
+    return -d.magnitude * A * exact.softplus(x)
 
 
 @_add(GATES, "heads", "fla #1115", "fla #1085", "fla #781")
@@ -217,7 +159,7 @@ def _gate_heads(d: Draw) -> Array:
 @_add(GATES, "last_row_strong", "fla #792", "cuLA #38", "flashinfer #4311")
 def _gate_last_row_strong(d: Draw) -> Array:
     """Slow, but the last row of every sequence, hence of its tail chunk, at -16 m."""
-    return np.where(d.t == d.length - 1, -16.0 * d.magnitude, _slow(d))
+    return np.where(d.last, -16.0 * d.magnitude, _slow(d))
 
 
 @_add(GATES, "tiny_steps", "FlashKDA #34")
@@ -281,7 +223,7 @@ def _key_sparse_int(d: Draw) -> Array:
 @_add(KEYS, "zero_rows", "maxtext #5295")
 def _key_zero_rows(d: Draw) -> Array:
     """Normal, of length 1, but one row of every sequence and a quarter of the others exactly 0."""
-    return np.where(d.one_row("where") | (d.uniform("which", "r") < 0.25), 0.0, _key_random(d))
+    return np.where(d.some_rows("where"), 0.0, _key_random(d))
 
 
 @_add(KEYS, "small", "flashinfer #5255")
@@ -369,7 +311,7 @@ def _beta_tiny(d: Draw) -> Array:
 @_add(BETAS, "zero_rows", "transformers #46190")
 def _beta_zero_rows(d: Draw) -> Array:
     """Uniform on (0, 1), but one row of every sequence and a quarter of the others exactly 0."""
-    return np.where(d.one_row("where") | (d.uniform("which", "r") < 0.25), 0.0, d.uniform("x"))
+    return np.where(d.some_rows("where"), 0.0, d.uniform("x"))
 
 
 @_add(BETAS, "binary")
@@ -448,7 +390,7 @@ def _do_ints(d: Draw) -> Array:
 @_add(DOS, "last_token_only", "huggingface/transformers #48455")
 def _do_last(d: Draw) -> Array:
     """0 but for the last token of every sequence: gradients travel the whole way back."""
-    return np.where(d.t == d.length - 1, d.normal("x"), 0.0)
+    return np.where(d.last, d.normal("x"), 0.0)
 
 
 @_add(DOS, "first_token_only", "fla #1240")
@@ -466,26 +408,17 @@ def _do_decades(d: Draw) -> Array:
 # ------------------------------------------------------------------ what trained models start from
 
 
-def softplus(x: Array) -> Array:
-    """ln(1 + e^x) for |x| <= 700, with the exact operations of `verikda.counter`."""
-    return np.maximum(x, 0.0) + counter.ln(1.0 + counter.exp(-np.abs(x)))
-
-
-def softplus_inverse(s: Array) -> Array:
-    """Solve softplus(x) = s for x, s > 0; close, not exact, below 2^-20, where softplus(x) is about e^x."""
-    middle = np.clip(s, 2.0**-20, 40.0)
-    return np.where(s > 40, s, np.where(s < 2.0**-20, counter.ln(s), counter.ln(counter.exp(middle) - 1.0)))
-
-
 def model_A_log(seed: int, heads: int) -> Array:
     """Logarithms of A uniform on (1, 16), [heads]."""
-    return counter.ln(1.0 + 15.0 * counter.uniform(seed, "A_log.model", (1, heads))[0])
+    return exact.ln(1.0 + 15.0 * counter.uniform(seed, "A_log.model", (1, heads))[0])
 
 
 def model_dt_bias(seed: int, heads: int, channels: int) -> Array:
     """The x with softplus(x) log-uniform on (0.001, 0.1), [heads,channels]."""
     u = counter.uniform(seed, "dt_bias.model", (1, heads, channels))[0]
-    return softplus_inverse(counter.exp(np.asarray(-6.907755278982137 + 4.605170185988092 * u)))  # ln 0.001 + u ln 100
+    return exact.softplus_inverse(
+        exact.exp(np.asarray(-6.907755278982137 + 4.605170185988092 * u))
+    )  # ln 0.001 + u ln 100
 
 
 def table() -> list[tuple[str, str, str, str, bool]]:
