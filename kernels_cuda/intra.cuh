@@ -282,6 +282,8 @@ template <class T, int C> struct IntraProducts {
     static VK_DEVICE constexpr int l_pair(int i, int j) { return 10 + i * (i - 1) / 2 + j; }
 };
 
+template <bool Gated, class T, int C> struct Intra { using type = IntraProducts<T, C>; };
+
 // Without a gate the operands are q and k themselves, exact in T.
 template <class T, int C> struct PlainProducts {
     static constexpr int blocks = C / 16;
@@ -318,5 +320,6 @@ template <class T, int C> struct PlainProducts {
         }
     }
 };
+template <class T, int C> struct Intra<false, T, C> { using type = PlainProducts<T, C>; };
 
 }  // namespace vk

@@ -10,9 +10,9 @@
 
 namespace vk {
 
-// All 128 threads. M, A, C x C of pitch `ld`; blocks of A above the diagonal are left as they are, inside blocks on the
-// diagonal the upper triangle becomes 0. scratch: 4 tiles of 16 x 20 floats. Ends without a barrier.
-template <int C> VK_DEVICE void invert(float* A, const float* M, int ld, float* scratch) {
+// All 128 threads. M, A: C x C of pitch `ld`. Inside the blocks on the diagonal the upper triangle of A becomes 0; the
+// blocks above the diagonal serve as scratch. Ends without a barrier.
+template <int C> VK_DEVICE void invert(float* A, const float* M, int ld) {
     constexpr int blocks = C / 16;
     const int w = warp();
     if (w < blocks) {
@@ -34,8 +34,7 @@ template <int C> VK_DEVICE void invert(float* A, const float* M, int ld, float* 
     }
     sync();
     if (w >= blocks - 1) return;
-    constexpr int lds = 20;
-    float* const sum = scratch + w * 16 * lds;
+    float* const sum = A + 16 * w * ld + 16 * (blocks - 1);
 #pragma unroll 1
     for (int a = w + 1; a < blocks; ++a) {
         float acc[1][2][4];
@@ -43,10 +42,10 @@ template <int C> VK_DEVICE void invert(float* A, const float* M, int ld, float* 
 #pragma unroll 1
         for (int c = w; c < a; ++c)
             warp_mma<float, 16, 16, 16>(acc, M + 16 * a * ld + 16 * c, ld, A + 16 * c * ld + 16 * w, ld);
-        store_acc<float>(sum, lds, acc);
+        store_acc<float>(sum, ld, acc);
         syncwarp();
         clear(acc);
-        warp_mma<float, 16, 16, 16>(acc, A + 16 * a * ld + 16 * a, ld, sum, lds);
+        warp_mma<float, 16, 16, 16>(acc, A + 16 * a * ld + 16 * a, ld, sum, ld);
         for_each_acc(acc, [](int, int, float& x) { x = -x; });
         store_acc<float>(A + 16 * a * ld + 16 * w, ld, acc);
         syncwarp();

@@ -73,9 +73,10 @@ void chunk_table(const i64* offsets, const i32* first_chunk, i32 N, i32 C, i32 e
     chunks[entry] = c;
 }
 
-// Zero bytes in rows offsets[N] .. T-1 of a buffer.
-VK_KERNEL_BOUNDS(128, 1) void clear_tail(u8* buffer, i64 row_bytes, const i64* offsets, i32 N, i64 T) {
-    const i64 begin = offsets[N] * row_bytes, end = T * row_bytes, step = i64(gdimx()) * nthreads();
+// Zero bytes in rows ends[N] .. total-1 of a buffer: of tokens (ends = offsets) or of chunks (ends = first_chunk).
+template <class Index>
+VK_KERNEL_BOUNDS(128, 1) void clear_tail(u8* buffer, i64 row_bytes, const Index* ends, i32 N, i64 total) {
+    const i64 begin = ends[N] * row_bytes, end = total * row_bytes, step = i64(gdimx()) * nthreads();
     const i64 self = i64(bidx()) * nthreads() + tid();
     if (row_bytes % 16 == 0 && aligned16(buffer)) {
         for (i64 i = begin + 16 * self; i < end; i += 16 * step) st128(buffer + i, u128{{0, 0, 0, 0}});
