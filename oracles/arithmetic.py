@@ -39,8 +39,8 @@ class Operations:
         self.contract = contract
 
     def array(self, x: npt.ArrayLike) -> Floats:
-        """An input as this arithmetic holds it."""
-        return np.asarray(x, self.real)
+        """An input as this arithmetic holds it, contiguous: NumPy's order of summation follows the strides."""
+        return np.ascontiguousarray(x, self.real)
 
     def state(self, x: npt.ArrayLike) -> Floats:
         """A writable copy of x, with a run axis where there are runs."""
@@ -80,7 +80,8 @@ class Operations:
 
     def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
         """Sum over an axis, which is kept with length 1."""
-        return x.sum(axis, keepdims=True)
+        s: Floats = x.sum(axis, keepdims=True)
+        return s
 
     def cumsum(self, x: Floats) -> Floats:
         """Inclusive cumulative sum along the last axis but one."""

@@ -84,7 +84,8 @@ def round_stochastic(x: Floats, dtype: str, salt: npt.NDArray[np.uint32]) -> Flo
 
     Returns
     -------
-    array [R, ...] of x's dtype. Representable values are unchanged; float16 overflow becomes inf.
+    array [R, ...] of x's dtype (float32 to float32 comes back as it is, without runs). Representable values are
+    unchanged; overflow becomes inf.
     """
     bits, least, _ = FORMATS[dtype]
     if dtype == "float32":

@@ -28,6 +28,7 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from oracles.arithmetic import Stochastic
 from oracles.chunked import emulate
@@ -220,10 +221,17 @@ def judge(
     errors = {n: _Error(n, outputs[n], dtypes[n], truth[n], blocks_of(n, truth[n], problem, contract)) for n in names}
     while True:
         judged = {name: errors[name].judge(floor.deviation[name], limit) for name in names}
-        worst = max((j.ratio or 0.0 for j in judged.values()), default=0.0)
-        if worst <= limit / 2 or (floor.noisy and limit * _GROSS < worst < np.inf) or not floor.refine():
+        if all(_decided(j.ratio or 0.0, floor, limit) for j in judged.values()) or not floor.refine():
             break
     return _summary(wrong | judged, floor, truth, names)
+
+
+def _decided(ratio: float, floor: Floor, limit: float) -> bool:
+    """Whether more runs could not change what is said of an output."""
+    if ratio <= limit / 2:
+        return True
+    # an exact zero, or a finite value, of 16 runs is taken for one of all runs
+    return floor.noisy and (ratio > limit * _GROSS if np.isfinite(ratio) else floor.runs >= 16)
 
 
 def _summary(judged: dict[str, Judged], floor: Floor, truth: Mapping[str, Array], names: list[str]) -> Judgement:
@@ -282,6 +290,8 @@ class _Error:
         known = np.isfinite(noise)
         bad = self.bad & np.isfinite(deviation)
         if bad.any():
+            bad &= ~self._may_overflow(used, noise, limit)
+        if bad.any():
             at = np.unravel_index(int(np.argmax(bad)), bad.shape)
             return self._found(
                 at, np.inf, noise, "fail", f"{int(bad.sum())} values are not finite where float64 is", limit
@@ -304,6 +314,14 @@ class _Error:
             n = int(len(known) - known.sum())
             return self._found(at, ratio, noise, "inconclusive", f"the contract itself overflows in {n} blocks", limit)
         return self._found(at, ratio, noise, "pass", "", limit)
+
+    def _may_overflow(self, used: Array, noise: Array, limit: float) -> npt.NDArray[np.bool_]:
+        """Where an infinity of the right sign is within the limit of a truth just below the largest number."""
+        mean = (noise / np.maximum(self.blocks.count, 1))[self.blocks.labels]
+        mean = mean.reshape(*mean.shape, *(1,) * (used.ndim - mean.ndim))
+        reach = np.abs(self.truth) + limit * np.sqrt(np.maximum(used + self.own, mean))
+        beyond = np.isinf(round_to(np.where(self.representable, reach, 0.0), self.dtype))
+        return beyond & (self.actual == np.copysign(np.inf, self.truth))
 
     def _found(
         self, at: tuple[np.intp, ...], ratio: float, noise: Array, verdict: Verdict, what: str, limit: float
