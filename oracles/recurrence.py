@@ -77,91 +77,83 @@ def _lane_groups(spans: list[tuple[int, int, int]], T: int, H: int, HV: int, sta
         yield _Lanes(sequence, head, rows, shared, starts.tolist())
 
 
-@dataclass
-class _Rows:
-    """Arrays of one group, one row per (step, lane). q is scaled, u = beta k."""
+class _Group:
+    """Arguments and results of one group of lanes, one row per (step, lane); q is scaled, u = beta k."""
 
-    q: Array
-    k: Array
-    v: Array
-    decay: Array | None
-    beta: Array
-    u: Array
-    r: Array
+    def __init__(
+        self, starts: list[int], q: Array, k: Array, v: Array, decay: Array | None, beta: Array, do: Array | None
+    ) -> None:
+        self.starts, self.q, self.k, self.v, self.decay, self.beta, self.do = starts, q, k, v, decay, beta, do
+        self.u = beta[:, None] * k
+        self.r, self.o = np.empty_like(v), np.empty_like(v)
+        if do is not None:
+            self.dq, self.dk, self.dg = np.empty_like(k), np.empty_like(k), np.empty_like(k)
+            self.dv, self.dbeta = np.empty_like(v), np.empty_like(beta)
 
+    def advance(self, S: Array, first: int, last: int, results: bool = True, kept: Array | None = None) -> None:
+        """Steps first..last of the recurrence, in place on S [lanes,K,V]: r; o and dq as results; S~ where kept."""
+        base = self.starts[first]
+        update = np.empty_like(S)
+        for a, b in pairwise(self.starts[first : last + 1]):
+            state, k, r = S[: b - a], self.k[a:b], self.r[a:b]
+            if self.decay is not None:
+                state *= self.decay[a:b, :, None]
+            if kept is not None:
+                kept[a - base : b - base] = state
+            np.matmul(k[:, None, :], state, out=r[:, None, :])
+            np.subtract(self.v[a:b], r, out=r)
+            np.multiply(self.u[a:b, :, None], r[:, None, :], out=update[: b - a])
+            state += update[: b - a]
+            if results:
+                np.matmul(self.q[a:b, None, :], state, out=self.o[a:b, None, :])
+                if self.do is not None:
+                    np.matmul(state, self.do[a:b, :, None], out=self.dq[a:b, :, None])
 
-def _advance(
-    x: _Rows, starts: list[int], S: Array, o: Array | None, kept: tuple[Array, Array] | None, first: int, last: int
-) -> None:
-    """Steps first..last of the recurrence, in place on S [lanes,K,V]; fills r, o and the kept S~, S."""
-    base = starts[first]
-    update = np.empty_like(S)
-    for a, b in pairwise(starts[first : last + 1]):
-        n = b - a
-        state, k, r = S[:n], x.k[a:b], x.r[a:b]
-        if x.decay is not None:
-            state *= x.decay[a:b, :, None]
-        if kept is not None:
-            kept[0][a - base : b - base] = state
-        np.matmul(k[:, None, :], state, out=r[:, None, :])
-        np.subtract(x.v[a:b], r, out=r)
-        np.multiply(x.u[a:b, :, None], r[:, None, :], out=update[:n])
-        state += update[:n]
-        if kept is not None:
-            kept[1][a - base : b - base] = state
-        if o is not None:
-            np.matmul(x.q[a:b, None, :], state, out=o[a:b, None, :])
+    def retreat(self, D: Array, first: int, last: int, kept: Array) -> None:
+        """Steps last..first of the reverse, in place on D [lanes,K,V]; kept holds S~ and is used up."""
+        assert self.do is not None
+        base, end = self.starts[first], self.starts[last]
+        update = np.empty_like(D)
+        Dk, Sdr = np.empty_like(self.v[base:end]), np.empty_like(self.k[base:end])
+        for t in range(last - 1, first - 1, -1):
+            a, b = self.starts[t], self.starts[t + 1]
+            d, outer = D[: b - a], update[: b - a]
+            row, here = slice(a, b), slice(a - base, b - base)
+            k, dr = self.k[row], self.dv[row]
+            np.multiply(self.q[row, :, None], self.do[row, None, :], out=outer)
+            d += outer
+            np.matmul(k[:, None, :], d, out=Dk[here, None, :])
+            np.matmul(d, self.r[row, :, None], out=self.dk[row, :, None])
+            np.multiply(self.beta[row, None], Dk[here], out=dr)
+            np.matmul(kept[here], dr[:, :, None], out=Sdr[here, :, None])
+            np.multiply(k[:, :, None], dr[:, None, :], out=outer)
+            d -= outer
+            if self.decay is not None:
+                kept[here] *= d
+                d *= self.decay[row, :, None]
+        self.dbeta[base:end] = (Dk * self.r[base:end]).sum(-1)
+        self.dk[base:end] *= self.beta[base:end, None]
+        self.dk[base:end] -= Sdr
+        kept.sum(-1, out=self.dg[base:end])
 
-
-@dataclass
-class _RowGradients:
-    """Gradients of one group, one row per (step, lane)."""
-
-    dq: Array
-    dk: Array
-    dv: Array
-    dbeta: Array
-    dg: Array | None
-
-
-def _retreat(
-    x: _Rows,
-    starts: list[int],
-    do: Array,
-    D: Array,
-    kept: tuple[Array, Array],
-    out: _RowGradients,
-    first: int,
-    last: int,
-) -> None:
-    """Steps last..first of the reverse, in place on D [lanes,K,V], with S~ and S of these steps."""
-    base, end = starts[first], starts[last]
-    before, after = kept
-    update = np.empty_like(D)
-    carried = np.empty_like(before) if x.decay is not None else None
-    Dk = np.empty_like(x.r[base:end])
-    for t in range(last - 1, first - 1, -1):
-        a, b = starts[t], starts[t + 1]
-        n = b - a
-        d, k, dr = D[:n], x.k[a:b], out.dv[a:b]
-        np.multiply(x.q[a:b, :, None], do[a:b, None, :], out=update[:n])
-        d += update[:n]
-        np.matmul(k[:, None, :], d, out=Dk[a - base : b - base, None, :])
-        np.matmul(d, x.r[a:b, :, None], out=out.dk[a:b, :, None])
-        np.multiply(x.beta[a:b, None], Dk[a - base : b - base], out=dr)
-        np.multiply(k[:, :, None], dr[:, None, :], out=update[:n])
-        d -= update[:n]
-        if x.decay is not None and carried is not None:
-            carried[a - base : b - base] = d
-            d *= x.decay[a:b, :, None]
-    here = slice(base, end)
-    np.matmul(after, do[here, :, None], out=out.dq[here, :, None])
-    out.dbeta[here] = (Dk * x.r[here]).sum(-1)
-    out.dk[here] *= x.beta[here, None]
-    out.dk[here] -= np.matmul(before, out.dv[here, :, None])[..., 0]
-    if out.dg is not None and carried is not None:
-        carried *= before  # D~ * S~
-        carried.sum(-1, out=out.dg[here])
+    def both_ways(self, S: Array, D: Array) -> Array:
+        """Advance S over all steps, in place, and bring D back to dh0, keeping the states of one segment at a time."""
+        steps = len(self.starts) - 1
+        length = max(1, _SEGMENT_BYTES // S.nbytes, math.isqrt(steps))
+        checkpoints: list[tuple[int, int, Array]] = []
+        kept = S[:0]
+        for first in range(0, steps, length):
+            last = min(first + length, steps)
+            checkpoints.append((first, last, S[: self.starts[first + 1] - self.starts[first]].copy()))
+            kept = np.empty((self.starts[last] - self.starts[first], *S.shape[1:]))
+            self.advance(S, first, last, kept=kept if last == steps else None)
+        while checkpoints:
+            first, last, start = checkpoints.pop()
+            if last < steps:
+                kept = np.empty((self.starts[last] - self.starts[first], *S.shape[1:]))
+                self.advance(start, first, last, results=False, kept=kept)
+            self.retreat(D, first, last, kept)
+        return D
 
 
 def forward(problem: Problem) -> dict[str, Array]:
@@ -214,62 +206,51 @@ def _solve(problem: Problem, reverse: bool) -> dict[str, Array]:
     B, T, H, K = p.q.shape
     HV, V = p.v.shape[2:]
     end = T if p.cu_seqlens is None else int(p.cu_seqlens[-1])
-    q, k, v, raw_beta = p.q[:, :end], p.k[:, :end], p.v[:, :end], p.beta[:, :end]
+    raw_q, raw_k, v, raw_beta = p.q[:, :end], p.k[:, :end], p.v[:, :end], p.beta[:, :end]
     raw_g = None if p.g is None else p.g[:, :end]
-    do = np.zeros_like(v) if p.do is None else p.do[:, :end]
-    qn, kn = (gates.l2norm(q), gates.l2norm(k)) if p.qk_l2norm else (q, k)
-    beta = gates.write_strength(p, raw_beta)
-    g = gates.log_decay(p, raw_g)
-    N = len(p.spans)
-    h0 = np.zeros((N, HV, K, V)) if p.h0 is None else p.h0
+    do = None if not reverse else np.zeros_like(v) if p.do is None else p.do[:, :end]
+    q, k = (gates.l2norm(raw_q), gates.l2norm(raw_k)) if p.qk_l2norm else (raw_q, raw_k)
+    beta, g = gates.write_strength(p, raw_beta), gates.log_decay(p, raw_g)
 
-    o, ht = np.zeros((B, end, HV, V)), np.empty((N, HV, K, V))
-    dq, dk, dv, dbeta = np.zeros((B, end, HV, K)), np.zeros((B, end, HV, K)), np.zeros_like(o), np.zeros((B, end, HV))
-    dg, dh0 = None if g is None else np.zeros((B, end, HV, K)), np.empty_like(ht)
+    wide, tall, states = (B, end, HV, K), (B, end, HV, V), (len(p.spans), HV, K, V)
+    h0 = np.zeros(states) if p.h0 is None else p.h0
+    dht = np.zeros(states) if p.dht is None else p.dht
+    o, ht, dh0 = np.zeros(tall), np.empty(states), np.empty(states)
+    shapes = {"dq": wide, "dk": wide, "dg": wide, "dv": tall, "dbeta": (B, end, HV)} if reverse else {}
+    row = {name: np.zeros(shape) for name, shape in shapes.items()}
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         decay = None if g is None else np.exp(g).reshape(-1, K)
         for lanes in _lane_groups(p.spans, end, H, HV, 8 * K * V):
             at, rows = (lanes.sequence, lanes.head), lanes.rows
-            kr, br = kn.reshape(-1, K)[lanes.shared], beta.reshape(-1)[rows]
-            x = _Rows(
-                q=qn.reshape(-1, K)[lanes.shared] * p.scale,
-                k=kr,
+            group = _Group(
+                lanes.starts,
+                q=q.reshape(-1, K)[lanes.shared] * p.scale,
+                k=k.reshape(-1, K)[lanes.shared],
                 v=v.reshape(-1, V)[rows],
                 decay=None if decay is None else decay[rows],
-                beta=br,
-                u=br[:, None] * kr,
-                r=np.empty((len(rows), V)),
+                beta=beta.reshape(-1)[rows],
+                do=None if do is None else do.reshape(-1, V)[rows],
             )
-            S, out_o = h0[at], np.empty((len(rows), V))
-            if not reverse:
-                _advance(x, lanes.starts, S, out_o, None, 0, len(lanes.starts) - 1)
+            S = h0[at]
+            if reverse:
+                dh0[at] = group.both_ways(S, dht[at])
             else:
-                out = _RowGradients(
-                    dq=np.empty_like(kr),
-                    dk=np.empty_like(kr),
-                    dv=np.empty_like(x.v),
-                    dbeta=np.empty_like(br),
-                    dg=None if decay is None else np.empty_like(kr),
-                )
-                D = np.zeros_like(S) if p.dht is None else p.dht[at]
-                _both_ways(x, lanes.starts, do.reshape(-1, V)[rows], S, D, out_o, out)
-                dq.reshape(-1, K)[rows], dk.reshape(-1, K)[rows] = out.dq, out.dk
-                dv.reshape(-1, V)[rows], dbeta.reshape(-1)[rows] = out.dv, out.dbeta
-                if dg is not None:
-                    dg.reshape(-1, K)[rows] = out.dg
-                dh0[at] = D
-            o.reshape(-1, V)[rows], ht[at] = out_o, S
+                group.advance(S, 0, len(lanes.starts) - 1)
+            o.reshape(-1, V)[rows], ht[at] = group.o, S
+            for name, shape in shapes.items():
+                row[name].reshape(-1, *shape[3:])[rows] = getattr(group, name)
 
-        results = {"o": o}
+        results: dict[str, Array] = {"o": o}
         if reverse:
-            dq, dk = (x.reshape(B, end, H, HV // H, K).sum(3) for x in (dq * p.scale, dk))
+            dq, dk = (x.reshape(B, end, H, HV // H, K).sum(3) for x in (row["dq"] * p.scale, row["dk"]))
             if p.qk_l2norm:
-                dq, dk = gates.l2norm_reverse(q, dq), gates.l2norm_reverse(k, dk)
-            results |= {"dq": dq, "dk": dk, "dv": dv, "dbeta": gates.write_strength_reverse(p, raw_beta, dbeta)}
-            if raw_g is not None and dg is not None:
-                results |= gates.log_decay_reverse(p, raw_g, dg)
+                dq, dk = gates.l2norm_reverse(raw_q, dq), gates.l2norm_reverse(raw_k, dk)
+            dbeta = gates.write_strength_reverse(p, raw_beta, row["dbeta"])
+            results |= {"dq": dq, "dk": dk, "dv": row["dv"], "dbeta": dbeta}
+            if raw_g is not None:
+                results |= gates.log_decay_reverse(p, raw_g, row["dg"])
     if end < T:
-        for name in set(results) - {"dA_log", "ddt_bias"}:
+        for name in results.keys() - {"dA_log", "ddt_bias"}:
             full = np.zeros((B, T, *results[name].shape[2:]))
             full[:, :end] = results[name]
             results[name] = full
@@ -277,32 +258,6 @@ def _solve(problem: Problem, reverse: bool) -> dict[str, Array]:
     if reverse and p.h0 is not None:
         results["dh0"] = dh0
     return results
-
-
-def _both_ways(x: _Rows, starts: list[int], do: Array, S: Array, D: Array, o: Array, out: _RowGradients) -> None:
-    """Advance S over all steps and bring D back, keeping the states of one segment at a time."""
-    steps = len(starts) - 1
-    length = max(1, _SEGMENT_BYTES // S.nbytes, math.isqrt(steps))
-    cuts = [*range(0, steps, length), steps]
-    segments = list(pairwise(cuts))
-    checkpoints = []
-    kept: tuple[Array, Array] | None = None
-    for first, last in segments:
-        checkpoints.append(S[: starts[first + 1] - starts[first]].copy())
-        if last == steps:
-            kept = _room(S, starts[last] - starts[first])
-        _advance(x, starts, S, o, kept, first, last)
-    for first, last in reversed(segments):
-        start = checkpoints.pop()
-        if kept is None:
-            kept = _room(S, starts[last] - starts[first])
-            _advance(x, starts, start, None, kept, first, last)
-        _retreat(x, starts, do, D, kept, out, first, last)
-        kept = None
-
-
-def _room(S: Array, rows: int) -> tuple[Array, Array]:
-    return np.empty((rows, *S.shape[1:])), np.empty((rows, *S.shape[1:]))
 
 
 def _step_terms(problem: Problem) -> tuple[Array, Array | None]:

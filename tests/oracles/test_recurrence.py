@@ -224,7 +224,7 @@ def test_against_autograd() -> None:
 
 
 def test_memory_grows_slower_than_the_states() -> None:
-    """1600 states of 32 x 32 are 12.5 MiB; with a budget of 0.25 MiB per stretch, under a third of one copy of them."""
+    """1600 states of 32 x 32 are 12.5 MiB; kept in stretches of 0.25 MiB they need under a third of that."""
     problem = draw(T=1600, H=1, HV=1, K=32, V=32)
     size = 1600 * 32 * 32 * 8
     with pytest.MonkeyPatch.context() as patch:
@@ -238,8 +238,8 @@ def test_memory_grows_slower_than_the_states() -> None:
         forward_reverse(problem)
         greedy = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert lean < size / 2 + 16 * problem.q.nbytes
-    assert greedy > 3 * size
+    assert lean < size / 3 + 16 * problem.q.nbytes
+    assert greedy > size
 
 
 # domain
