@@ -199,7 +199,7 @@ class Case:
         """
         if not isinstance(data, dict):
             raise ValueError(
-                f"a case is a JSON object, this is a {type(data).__name__}; write {{...}} with schema {SCHEMA}"
+                f"a case is a JSON object, not a {type(data).__name__}; write {{...}} with schema {SCHEMA}"
             )
         if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
             raise ValueError(
@@ -235,7 +235,7 @@ def parse_json(text: str) -> object:
     if len(text) > MAX_JSON:
         raise ValueError(f"the text has {len(text)} characters, at most {MAX_JSON} are read; is this a case file?")
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_refuse_constant, parse_int=_whole, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}; a case file holds one JSON object") from None
     except RecursionError:
@@ -244,6 +244,12 @@ def parse_json(text: str) -> object:
 
 def _refuse_constant(literal: str) -> float:
     raise ValueError(f"{literal} is not JSON; write non-finite numbers as the strings 'inf', '-inf' or 'nan'")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"a whole number has {len(digits)} digits; none in a case needs more than 20")
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -62,7 +62,8 @@ def check(case: Case) -> None:
 
 
 def _fail(name: str, value: object, allowed: str, advice: str) -> None:
-    raise ValueError(f"{name} is {value!r}, but {allowed}; {advice}")
+    seen = repr(value)
+    raise ValueError(f"{name} is {seen if len(seen) <= 100 else seen[:97] + '...'}, but {allowed}; {advice}")
 
 
 def _is_int(value: object) -> bool:
@@ -71,6 +72,14 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return _is_int(value) or isinstance(value, float)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether `value` is a number that is a finite float64."""
+    try:
+        return _is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return False
 
 
 def _types(case: Case) -> None:
@@ -90,7 +99,7 @@ def _types(case: Case) -> None:
         value = getattr(case, name)
         if value is None and name != "gate_magnitude":
             continue
-        if not _is_number(value) or not math.isfinite(value):
+        if not _is_finite(value):
             _fail(name, value, "it must be a finite number", "use a float")
         object.__setattr__(case, name, float(value))
 
@@ -105,9 +114,7 @@ def _geometry(case: Case) -> None:
         if lengths[0] == 0:
             _fail("lengths", lengths, "empty sequences exist only in a pack", "use packed=True")
         if case.tail_padding:
-            _fail(
-                "tail_padding", case.tail_padding, "only a pack has rows after its last offset", "use packed=True or 0"
-            )
+            _fail("tail_padding", case.tail_padding, "only a pack has rows after its last offset", "use 0")
     if case.HV > MAX_HEADS:
         _fail("heads * groups", case.HV, f"at most {MAX_HEADS} value heads are supported", "use fewer")
     rows, channels = case.B * case.T, max(case.K, case.V)
@@ -118,9 +125,7 @@ def _geometry(case: Case) -> None:
 
 def _gate(case: Case) -> None:
     if not 0 <= case.gate_magnitude <= 1000:
-        _fail(
-            "gate_magnitude", case.gate_magnitude, "it must be in [0, 1000] nats per token", "use a decay's size, >= 0"
-        )
+        _fail("gate_magnitude", case.gate_magnitude, "it must be in [0, 1000] nats per token", "use a size")
     if case.rule == "delta":
         for name in ("gate_in_kernel", "safe_gate"):
             if getattr(case, name):
@@ -168,7 +173,7 @@ def _overrides(case: Case) -> None:
         size = math.prod(shapes[tensor])
         if not 0 <= index < size:
             _fail(f"the index of an override of {tensor}", index, f"{tensor} has {size} elements", "count from 0")
-        if not math.isfinite(item[2]) and not (tensor == "g" and case.gate == "log" and item[2] == -math.inf):
+        if not _is_finite(item[2]) and not (tensor == "g" and case.gate == "log" and item[2] == -math.inf):
             _fail(
                 f"the value of an override of {tensor}", item[2], "only a log gate may be -inf", "use a finite number"
             )

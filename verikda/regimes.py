@@ -246,7 +246,7 @@ def _query_random(d: Draw) -> Array:
 
 @_add(QUERIES, "keys")
 def _query_keys(d: Draw) -> Array:
-    """Equal to the keys: o reads back what was just written."""
+    """In the direction of the keys: o reads back what was just written."""
     assert d.key is not None
     return d.key.copy()
 
