@@ -74,9 +74,13 @@ class Operations:
         y: Floats = np.matmul(a, b)
         return y
 
-    def accumulated(self, s: Floats, squares: Floats | None, terms: Floats | float) -> Floats:
+    def accumulated(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
         """S as the sum of `terms` products whose squares sum to `squares`."""
         return s
+
+    def substituted(self, A: Floats, N: Floats) -> Floats:
+        """A = (I + N)^-1 as found by forward substitution."""
+        return A
 
     def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
         """Sum over an axis, which is kept with length 1."""
@@ -125,11 +129,13 @@ class StochasticOperations(Operations):
         super().__init__(contract)
         self.rng = rng
         self.runs = runs
+        self._salts: list[npt.NDArray[np.uint32]] = []
 
     def salt(self) -> npt.NDArray[np.uint32]:
         """One fresh salt per run, broadcastable against [R, ., ., .]."""
-        assert self.runs is not None
-        return self.rng.integers(0, 1 << 32, (self.runs, 1, 1, 1), np.uint32)
+        if not self._salts:
+            self._salts = list(self.rng.integers(0, 1 << 32, (64, self.runs or 1, 1, 1, 1), np.uint32))
+        return self._salts.pop()
 
     def site(self, name: str, x: Floats) -> Floats:
         if name not in self.contract.sites:
@@ -187,10 +193,23 @@ class NoisyOperations(StochasticOperations):
         used_b = np.count_nonzero(b0, axis=-2)[..., None, :]
         return self.accumulated(s, squares, np.minimum(used_a, used_b))
 
-    def accumulated(self, s: Floats, squares: Floats | None, terms: Floats | float) -> Floats:
+    def accumulated(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
+        return s + self._error(s, squares, terms)
+
+    def _error(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
         s0 = one_run(s)
-        variance = np.maximum(terms, 1.0) * (0.5 * squares + s0 * s0 / 3.0)  # type: ignore[operator]
-        return s + (0.5 * UNIT) * np.sqrt(variance) * hashed_noise(s, self.salt())
+        variance = np.maximum(terms, 1.0) * (0.5 * squares + s0 * s0 / 3.0)
+        e: Floats = (0.5 * UNIT) * np.sqrt(variance) * hashed_noise(s, self.salt())
+        return e
+
+    def substituted(self, A: Floats, N: Floats) -> Floats:
+        # an error E_i of the sum A_i = e_i - sum_{j<i} N_ij A_j reaches later rows through A itself: A + A E
+        n0, a0 = one_run(N), one_run(A)
+        C = A.shape[-1]
+        terms = np.arange(C, dtype=np.float64)[:, None] - np.arange(C)
+        E = self._error(A - np.eye(C), np.matmul(n0 * n0, a0 * a0), np.maximum(terms, 0.0))
+        perturbed: Floats = A + np.matmul(A, E)
+        return perturbed
 
     def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
         s = x.sum(axis, keepdims=True)
@@ -208,9 +227,9 @@ def times(x: Floats, factor: Floats | None) -> Floats:
     return x if factor is None else x * factor
 
 
-def one_run(x: Floats) -> Floats:
+def one_run(x: Floats, axes: int = 3) -> Floats:
     """X without its run axis: the first run stands for all where only the size of an error is wanted."""
-    return x[0] if x.ndim == 4 else x
+    return x[0] if x.ndim > axes else x
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def forward(problem: Problem, layout: Layout, x: Activated, op: Operations) -> B
         Gamma = op.cumsum(layout.blocks(x.g, heads))
         eGamma, eTail = op.exp(Gamma), op.exp(Gamma[..., -1:, :] - Gamma)
         decay = np.swapaxes(eGamma[..., -1:, :], -1, -2)
-    products = GatedProducts(op, Q, K, Gamma)
+    products = GatedProducts(op, Q, K, Gamma, layout.used(heads))
     Aqk, L = products.forward()
     A = op.site("A", inverse(beta * L, op))
     Aqk = op.site("Aqk", Aqk)
@@ -105,27 +105,25 @@ def inverse(N: Floats, op: Operations) -> Floats:
     neumann : (I - N)(I + N^2)(I + N^4)..., exact because N^C = 0; loses digits when powers of N grow.
     """
     C = N.shape[-1]
-    eye = np.eye(C, dtype=op.real)
-    if op.contract.inverse == "neumann":
-        A, power, reach = eye - N, N, 2
-        while reach < C:
-            power = op.dot(power, power)
-            A, reach = op.wide(A + op.dot(A, power)), 2 * reach
-        return A
-    size = 1 << (C - 1).bit_length()
-    if size != C:
-        pad = [(0, 0)] * (N.ndim - 2) + [(0, size - C)] * 2
-        return inverse(np.pad(N, pad), op)[..., :C, :C]
+    if op.contract.inverse == "substitution":
+        return op.substituted(_substitute(N), N)
+    A, power, reach = np.eye(C, dtype=op.real) - N, N, 2
+    while reach < C:
+        power = op.dot(power, power)
+        A, reach = op.wide(A + op.dot(A, power)), 2 * reach
+    return A
+
+
+def _substitute(N: Floats) -> Floats:
+    C = N.shape[-1]
+    A = np.zeros_like(N)
     if C <= 16:
-        # noisy products give the result a run axis even where N has none
-        A = op.empty(*N.shape[-3:]) if op.noisy or N.ndim == 4 else np.empty(N.shape, op.real)
-        A[...] = eye
+        A[...] = np.eye(C, dtype=N.dtype)
         for i in range(1, C):
-            A[..., i : i + 1, :i] = -op.dot(N[..., i : i + 1, :i], A[..., :i, :i])
+            A[..., i, :i] = -np.matmul(N[..., i : i + 1, :i], A[..., :i, :i])[..., 0, :]
         return A
-    h = C // 2
-    first, last = inverse(N[..., :h, :h], op), inverse(N[..., h:, h:], op)
-    A = np.zeros((*first.shape[:-2], C, C), op.real)
+    h = 16 * max(1, (C + 15) // 32)  # a whole number of 16-row blocks
+    first, last = _substitute(N[..., :h, :h]), _substitute(N[..., h:, h:])
     A[..., :h, :h], A[..., h:, h:] = first, last
-    A[..., h:, :h] = -op.dot(last, op.dot(N[..., h:, :h], first))
+    A[..., h:, :h] = -np.matmul(last, np.matmul(N[..., h:, :h], first))
     return A

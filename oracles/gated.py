@@ -10,12 +10,17 @@ is used is positive. Masked pairs get the exponent -inf before exp sees them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from oracles.arithmetic import Operations, one_run
+from oracles.layout import Index
 from oracles.rounding import Floats
 
-_SLAB_BYTES = 1 << 21
+_STRIP = 16
+"""Rows done at once, so that half of the masked pairs are never formed."""
+_SLAB_BYTES = 1 << 20
 """Decays held at once: about one second-level cache."""
 
 
@@ -27,9 +32,11 @@ class GatedProducts:
     op : arithmetic.
     Q, K : [.., X, C, K].
     Gamma : [.., X, C, K], or None when there is no gate.
+    used : [X], rows of each block that are tokens.
     """
 
-    def __init__(self, op: Operations, Q: Floats, K: Floats, Gamma: Floats | None) -> None:
+    def __init__(self, op: Operations, Q: Floats, K: Floats, Gamma: Floats | None, used: Index) -> None:
+        self.used = used
         self.op, self.Q, self.K = op, Q, K
         C = K.shape[-2]
         self.M = np.tril(np.ones((C, C), op.real))
@@ -51,16 +58,16 @@ class GatedProducts:
             KT = np.swapaxes(self.K, -1, -2)
             return op.dot(self.Q, KT) * M, op.dot(self.K, KT) * np.tril(M, -1)
         both = np.stack(np.broadcast_arrays(self.Qi, self.Ki), axis=-1)  # [.., X, C, K, 2]
-        s = np.empty((*both.shape[:-2], M.shape[0], 2), op.real)
-        squares = np.empty(s.shape[-4:], op.real) if op.noisy else None
-        for at in self._slabs():
-            E, weight = self._decay(at)
-            s[..., at, :, :, :] = np.matmul(E * self.Kj[..., at, None, :, :], both[..., at, :, :, :])
-            if squares is not None and weight is not None:
-                k, qk = one_run(self.Kj)[at, None], both[(0,) * (both.ndim - 4)][at]
-                squares[at] = np.matmul(weight * (k * k), qk * qk)
-        Aqk = self._sum(s[..., 0], None if squares is None else squares[..., 0], self.K.shape[-1])
-        L = self._sum(s[..., 1], None if squares is None else squares[..., 1], self.K.shape[-1])
+        s = np.zeros((*both.shape[:-2], M.shape[0], 2), op.real)
+        squares = np.zeros(s.shape[-4:], op.real)
+        for at, i, j in self._strips():
+            E, weight = self._decay(at, i, j)
+            s[..., at, i, j, :] = np.matmul(E * self.Kj[..., at, None, j, :], both[..., at, i, :, :])
+            if weight is not None:
+                k, qk = one_run(self.Kj)[at, None, j], one_run(both, 4)[at, i]
+                squares[at, i, j] = np.matmul(weight * (k * k), qk * qk)
+        Aqk = self._sum(s[..., 0], squares[..., 0], self.K.shape[-1])
+        L = self._sum(s[..., 1], squares[..., 1], self.K.shape[-1])
         return Aqk * M, L * np.tril(M, -1)
 
     def backward(self, dAqk: Floats, dL: Floats) -> tuple[Floats, Floats, Floats]:
@@ -80,41 +87,48 @@ class GatedProducts:
         both = np.stack(np.broadcast_arrays(dAqk, dL), axis=-2)  # [.., X, i, 2, j]
         across = np.swapaxes(both, -1, -3)  # [.., X, j, 2, i]
         runs = np.broadcast_shapes(both.shape[:-4], self.Kj.shape[:-3])
-        rows = np.empty((*runs, *both.shape[-4:-1], self.K.shape[-1]), op.real)
-        right = np.empty((*runs, *self.K.shape[-3:]), op.real)
-        row_squares, right_squares = np.empty(rows.shape[-4:], op.real), np.empty(right.shape[-3:], op.real)
-        b0, a0 = both[(0,) * len(both.shape[:-4])] ** 2, across[(0,) * len(both.shape[:-4])] ** 2
-        for at in self._slabs():
-            E, weight = self._decay(at)
-            rows[..., at, :, :, :] = np.matmul(both[..., at, :, :, :], E * self.Kj[..., at, None, :, :])
-            by_q, by_k = (np.swapaxes(E * x[..., at, :, None, :], -2, -3) for x in (self.Qi, self.Ki))
-            a = across[..., at, :, :, :]
-            right[..., at, :, :] = (np.matmul(a[..., :1, :], by_q) + np.matmul(a[..., 1:, :], by_k))[..., 0, :]
+        rows = np.zeros((*runs, *both.shape[-4:-1], self.K.shape[-1]), op.real)
+        right = np.zeros((*runs, *self.K.shape[-3:]), op.real)
+        row_squares, right_squares = np.zeros(rows.shape[-4:], op.real), np.zeros(right.shape[-3:], op.real)
+        b0, a0 = one_run(both, 4) ** 2, one_run(across, 4) ** 2
+        for at, i, j in self._strips():
+            E, weight = self._decay(at, i, j)
+            rows[..., at, i, :, :] = np.matmul(both[..., at, i, :, j], E * self.Kj[..., at, None, j, :])
+            by_q, by_k = (np.swapaxes(E * x[..., at, i, None, :], -2, -3) for x in (self.Qi, self.Ki))
+            a = across[..., at, j, :, i]
+            right[..., at, j, :] += (np.matmul(a[..., :1, :], by_q) + np.matmul(a[..., 1:, :], by_k))[..., 0, :]
             if weight is not None:
-                k, kj, q = one_run(self.Ki)[at, :, None], one_run(self.Kj)[at, None], one_run(self.Qi)[at, :, None]
-                row_squares[at] = np.matmul(b0[at], weight * (kj * kj))
+                k, q, kj = one_run(self.Ki)[at, i, None], one_run(self.Qi)[at, i, None], one_run(self.Kj)[at, None, j]
+                row_squares[at, i] = np.matmul(b0[at, i, :, j], weight * (kj * kj))
                 by_q, by_k = (np.swapaxes(weight * (x * x), -2, -3) for x in (q, k))
-                right_squares[at] = (np.matmul(a0[at, :, :1], by_q) + np.matmul(a0[at, :, 1:], by_k))[..., 0, :]
-        i = np.arange(self.M.shape[0], dtype=op.real)[:, None]
-        dQ = self._sum(rows[..., 0, :], row_squares[..., 0, :], i)
-        left = self._sum(rows[..., 1, :], row_squares[..., 1, :], i)
-        right = self._sum(right, right_squares, 2 * i[::-1])
+                a = a0[at, j, :, i]
+                right_squares[at, j] += (np.matmul(a[:, :, :1], by_q) + np.matmul(a[:, :, 1:], by_k))[..., 0, :]
+        terms = np.arange(self.M.shape[0], dtype=op.real)[:, None]
+        dQ = self._sum(rows[..., 0, :], row_squares[..., 0, :], terms)
+        left = self._sum(rows[..., 1, :], row_squares[..., 1, :], terms)
+        right = self._sum(right, right_squares, 2 * terms[::-1])
         return (dQ, left, right) if self.e is None else (dQ * self.e, left * self.e, right / self.e)
 
-    def _slabs(self) -> list[slice]:
+    def _strips(self) -> Iterator[tuple[slice, slice, slice]]:
+        """(blocks, rows i, rows j <= i) that cover the lower triangles of all blocks, up to their last token."""
         X, C, K = self.K.shape[-3:]
-        size = max(1, _SLAB_BYTES // (C * C * K * np.dtype(self.op.real).itemsize * (self.op.runs or 1)))
-        return [slice(a, min(a + size, X)) for a in range(0, X, size)]
+        size = max(1, _SLAB_BYTES // (_STRIP * C * K * np.dtype(self.op.real).itemsize * (self.op.runs or 1)))
+        for first in range(0, X, size):
+            at = slice(first, min(first + size, X))
+            used = int(self.used[at].max())
+            for i in range(0, used, _STRIP):
+                end = min(i + _STRIP, used)
+                yield at, slice(i, end), slice(0, end)
 
-    def _decay(self, at: slice) -> tuple[Floats, Floats | None]:
-        """E = exp(Gamma_i - Gamma_j) [x, C, C, K], and for noisy arithmetic E^2 (1 + x^2/4).
+    def _decay(self, at: slice, i: slice, j: slice) -> tuple[Floats, Floats | None]:
+        """E = exp(Gamma_i - Gamma_j) [x, i, j, K], and for noisy arithmetic E^2 (1 + x^2/4).
 
         The latter is the square of one exponential's deviation in units of u^2, see NoisyOperations.
         """
         assert self.gamma is not None
         gamma = self.gamma[at]
-        x = gamma[:, :, None, :] - gamma[:, None, :, :]
-        x += self.exclude
+        x = gamma[:, i, None, :] - gamma[:, None, j, :]
+        x += self.exclude[i, j]
         E = np.exp(x)
         if not self.op.noisy:
             return E, None
@@ -126,9 +140,9 @@ class GatedProducts:
         x *= E
         return E, x
 
-    def _sum(self, s: Floats, squares: Floats | None, terms: Floats | float) -> Floats:
+    def _sum(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
         """A sum of products with exponentials: their noise u^2 squares is added to that of accumulation."""
-        if not self.op.noisy or squares is None:
+        if not self.op.noisy:
             return s
         # accumulated() takes u^2/4 (terms/2) squares, so a factor 1 + 8/terms adds u^2 squares
         return self.op.accumulated(s, squares * (1.0 + 8.0 / np.maximum(terms, 1.0)), terms)

@@ -42,6 +42,11 @@ class Layout:
     chunk_of: Index
     rank_of: Index
 
+    def used(self, heads: int) -> Index:
+        """[X], rows of each block that are tokens."""
+        used: Index = np.repeat((self.slot < len(self.tokens)).sum(1), heads)
+        return used
+
     def slices(self, heads: int) -> list[tuple[slice, int]]:
         """(blocks of a chunk, states that take part) for each chunk number."""
         ends = [0, *accumulate(n * heads for n in self.active)]

@@ -125,7 +125,7 @@ def hashed(key: npt.NDArray[np.uint32], salt: npt.NDArray[np.uint32]) -> npt.NDA
     return h
 
 
-def hashed_noise(x: npt.NDArray[np.float64], salt: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+def hashed_noise(x: npt.NDArray[np.float64], salt: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
     """Noise of mean 0 and variance 1 keyed by the mantissa of x, odd in x.
 
     Triangular: the sum of two uniforms taken from the halves of the hash.
@@ -133,10 +133,13 @@ def hashed_noise(x: npt.NDArray[np.float64], salt: npt.NDArray[np.uint32]) -> np
     """
     key = (x.view(np.uint64) >> np.uint64(20)).astype(np.uint32)
     h = hashed(key, salt)
-    total = (h >> np.uint32(16)).astype(np.float64) + (h & np.uint32(0xFFFF))
-    total -= 65535.0
-    total *= np.sqrt(6.0) / 65536.0
-    return np.copysign(1.0, x) * total
+    total = h >> np.uint32(16)
+    h &= np.uint32(0xFFFF)
+    total += h
+    noise = total.astype(np.float32)
+    noise -= np.float32(65535.0)
+    noise *= np.float32(np.sqrt(6.0) / 65536.0)
+    return np.where(np.signbit(x), -noise, noise)
 
 
 def _overflow(y: Floats, dtype: str) -> Floats:

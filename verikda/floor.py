@@ -321,7 +321,8 @@ class _Error:
         mean = mean.reshape(*mean.shape, *(1,) * (used.ndim - mean.ndim))
         reach = np.abs(self.truth) + limit * np.sqrt(np.maximum(used + self.own, mean))
         beyond = np.isinf(round_to(np.where(self.representable, reach, 0.0), self.dtype))
-        return beyond & (self.actual == np.copysign(np.inf, self.truth))
+        within: npt.NDArray[np.bool_] = beyond & (self.actual == np.copysign(np.inf, self.truth))
+        return within
 
     def _found(
         self, at: tuple[np.intp, ...], ratio: float, noise: Array, verdict: Verdict, what: str, limit: float
