@@ -114,9 +114,8 @@ def _compile_nvcc(source: Path, instance: str, options: Sequence[str]) -> tuple[
     with tempfile.TemporaryDirectory() as folder:
         unit, out = Path(folder) / "unit.cu", Path(folder) / "unit.cubin"
         # A host reference makes the front end emit the instance.
-        unit.write_text(
-            f'#include "{source}"\nusing namespace vk;\nvoid* const vk_instance = reinterpret_cast<void*>(&{instance});\n'
-        )
+        reference = f"void* const vk_instance = reinterpret_cast<void*>(&{instance});"
+        unit.write_text(f'#include "{source}"\nusing namespace vk;\n{reference}\n')
         command = [found[0], "-cubin", *options, str(unit), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         log = done.stdout + done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _META = "meta.json"
+_ADVICE = "set VERIKDA_CACHE to a writable directory"
 
 
 def cache_dir() -> Path:
@@ -29,9 +30,11 @@ def cache_dir() -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"cannot make the kernel cache {path} ({error}); set VERIKDA_CACHE to a writable directory") from error
+        raise OSError(
+            f"cannot make the kernel cache {path} ({error}); set VERIKDA_CACHE to a writable directory"
+        ) from error
     if not os.access(path, os.W_OK):
-        raise OSError(f"the kernel cache {path} is not writable; set VERIKDA_CACHE to a writable directory")
+        raise OSError(f"the kernel cache {path} is not writable; {_ADVICE}")
     return path
 
 
@@ -48,7 +51,9 @@ def _read(entry: Path, artifact: str) -> dict[str, Any] | None:
         return None
 
 
-def fetch(key: Mapping[str, Any], artifact: str, build: Callable[[Path], Mapping[str, Any]]) -> tuple[Path, dict[str, Any]]:
+def fetch(
+    key: Mapping[str, Any], artifact: str, build: Callable[[Path], Mapping[str, Any]]
+) -> tuple[Path, dict[str, Any]]:
     """The artifact for `key`, built if there is none.
 
     Parameters

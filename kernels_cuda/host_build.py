@@ -17,7 +17,16 @@ from pathlib import Path
 from kernels_cuda import cache as _cache
 from kernels_cuda.sources import HOST, INCLUDE, source_of, texts
 
-_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off")
+_RUNTIME = HOST / "runtime.cpp"
+_FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-fstack-clash-protection",  # a frame larger than the guard page cannot jump over it
+)
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 
 
@@ -80,11 +89,10 @@ def _run(command: Sequence[str]) -> None:
 def _runtime(flags: tuple[str, ...]) -> Path:
     """The fiber runtime as an object file, compiled once for all libraries."""
     path, version = compiler()
-    source = HOST / "runtime.cpp"
-    key = {"kind": "runtime", "compiler": [path, version], "flags": flags, "texts": texts(source)}
+    key = {"kind": "runtime", "compiler": [path, version], "flags": flags, "texts": texts(_RUNTIME)}
 
     def build(artifact: Path) -> dict[str, str]:
-        _run([path, *flags, "-c", str(source), "-o", str(artifact)])
+        _run([path, *flags, "-c", str(_RUNTIME), "-o", str(artifact)])
         return {}
 
     return _cache.fetch(key, "runtime.o", build)[0]
@@ -115,7 +123,7 @@ def build(
         "instances": list(instances),
         "compiler": [path, version],
         "flags": flags,
-        "texts": texts(source),
+        "texts": texts(source) | texts(_RUNTIME),
     }
 
     def make(artifact: Path) -> dict[str, str]:
@@ -144,4 +152,4 @@ def sanitizer_library() -> Path:
         answer = subprocess.run([path, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
         if Path(answer.stdout.strip()).is_absolute():
             return Path(answer.stdout.strip())
-    raise CompileError(f"{version} has no address sanitizer runtime; install it (Debian: libasan), or use the plain build")
+    raise CompileError(f"{version} has no address sanitizer runtime; install it, or use the plain build")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -79,6 +80,8 @@ class Host:
     poison : 32-bit pattern that fills shared memory before each block.
     sanitize : "address" for the address sanitizer's build.
     source : .cu file with the kernels, by default those of this package.
+    instances : kernels of `source` to compile together, into one library; any other is compiled when first launched.
+    defines : macros for the compiler.
     """
 
     name: Literal["cuda", "host"] = "host"
@@ -92,21 +95,20 @@ class Host:
         poison: int = NAN_POISON,
         sanitize: str | None = None,
         source: Path | None = None,
+        instances: Sequence[str] = (),
         defines: Sequence[str] = (),
     ) -> None:
         if order not in ORDERS:
             raise ValueError(f"order is {order!r}; allowed: {', '.join(ORDERS)}")
         self._options = _Options(ORDERS.index(order), seed, int(late_copies), poison)
         self._sanitize, self._source, self._defines = sanitize, source, tuple(defines)
+        self._together = tuple(instances)
         self._launchers: dict[str, Any] = {}
 
     def launch(self, kernel: str, grid: Dims, block: int, shared: int, args: Sequence[Any], stream: int = 0) -> None:
         """See `Backend.launch`."""
         if kernel not in self._launchers:
-            library = host_build.build([kernel], source=self._source, sanitize=self._sanitize, defines=self._defines)
-            launch = ctypes.CDLL(str(library.path)).vk_launch
-            launch.restype = ctypes.c_char_p
-            self._launchers[kernel] = launch
+            self._compile(self._together if kernel in self._together else (kernel,))
         pointers = _pack(kernel, args)
         if 0 in grid:
             return
@@ -124,6 +126,12 @@ class Host:
         if error is not None:
             raise LaunchError(f"{kernel}: {error.decode()}")
 
+    def _compile(self, kernels: Sequence[str]) -> None:
+        library = host_build.build(kernels, source=self._source, sanitize=self._sanitize, defines=self._defines)
+        launch = ctypes.CDLL(str(library.path)).vk_launch
+        launch.restype = ctypes.c_char_p
+        self._launchers |= dict.fromkeys(kernels, launch)
+
 
 class Cuda:
     """The current CUDA device. Kernels are cubins of `build`, loaded as CuPy modules.
@@ -138,11 +146,11 @@ class Cuda:
 
     def __init__(self, *, source: Path | None = None, flags: Sequence[str] = _cuda_build.NUMERICS) -> None:
         import cupy
-        from cupy_backends.cuda.api import driver
 
         if not cupy.cuda.is_available():
             raise LaunchError("no CUDA device is available; use load('host') to run the kernels on the CPU")
-        self._cupy, self._driver = cupy, driver
+        self._cupy = cupy
+        self._driver = import_module("cupy_backends.cuda.api.driver")
         self._source, self._flags = source, tuple(flags)
         self._kernels: dict[tuple[str, int], tuple[Any, int]] = {}
 
@@ -165,7 +173,7 @@ class Cuda:
         return raw
 
     def launch(self, kernel: str, grid: Dims, block: int, shared: int, args: Sequence[Any], stream: int = 0) -> None:
-        """See `Backend.launch`. The stream is exactly the one given; 0 is the legacy default stream, not CuPy's current."""
+        """See `Backend.launch`. The stream is the one given: 0 is the legacy default stream, not CuPy's current."""
         pointers = _pack(kernel, args)
         if 0 in grid:
             return

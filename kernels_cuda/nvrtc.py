@@ -46,7 +46,9 @@ def version() -> str:
     return f"NVRTC {major.value}.{minor.value}"
 
 
-def compile_cubin(text: str, name: str, options: Sequence[str], expressions: Sequence[str]) -> tuple[bytes, dict[str, str], str]:
+def compile_cubin(
+    text: str, name: str, options: Sequence[str], expressions: Sequence[str]
+) -> tuple[bytes, dict[str, str], str]:
     """Compile CUDA C++ to a cubin.
 
     Parameters

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent
 INCLUDE = ROOT / "include"
 HOST = ROOT / "host"
 
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _KERNEL = re.compile(r"VK_KERNEL(?:_BOUNDS\s*\([^;{}]*?\))?\s+void\s+(\w+)\s*\(")
 
 
@@ -34,7 +35,7 @@ def kernel_files() -> tuple[Path, ...]:
 
 
 def headers() -> tuple[Path, ...]:
-    """Everything a .cu file may include, on either side."""
+    """Every header, and the runtime of the host twin."""
     found = [*ROOT.glob("*.cuh"), *INCLUDE.glob("*.cuh"), *HOST.glob("*.hpp"), *HOST.glob("*.cpp")]
     return tuple(sorted(found))
 
@@ -71,10 +72,23 @@ def source_of(instance: str) -> Path:
 
 
 def texts(source: Path) -> dict[str, str]:
-    """Text of `source` and of all headers, keyed by name: what a cache key must contain."""
-    found = {str(path.relative_to(ROOT)): path.read_text() for path in headers()}
-    found |= {f"beside/{path.name}": path.read_text() for path in sorted(source.parent.glob("*.cuh"))}
-    return found | {"source": source.read_text()}
+    """Text of `source` and of every file it includes, directly or not: what a cache key must contain.
+
+    Both branches of a conditional include count, so a change to the host twin also recompiles for the GPU.
+    """
+    found: dict[str, str] = {}
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+        if name in found:
+            continue
+        found[name] = path.read_text()
+        for included in _INCLUDE.findall(found[name]):
+            beside, shared = path.parent / included, INCLUDE / included
+            if beside.exists() or shared.exists():
+                waiting.append((beside if beside.exists() else shared).resolve())
+    return found
 
 
 def source_hash() -> str:

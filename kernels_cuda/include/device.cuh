@@ -74,7 +74,7 @@ VK_DEVICE float exp2(float x) {
 }
 VK_DEVICE float log2f(float x) { return ::log2f(x); }    // <= 1 ulp
 VK_DEVICE float exp(float x) { return ::expf(x); }       // <= 2 ulp (1 ulp in recent toolkits)
-VK_DEVICE float log1p(float x) { return ::log1pf(x); }   // <= 1 ulp
+VK_DEVICE float log1p(float x) { return ::log1pf(x); }   // <= 1 ulp (2 on the host)
 VK_DEVICE float rsqrtf(float x) {                        // <= 2^-22.4 relative
     float y;
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
