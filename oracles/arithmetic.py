@@ -59,6 +59,10 @@ class Operations:
         """One rounding to float32: an elementwise result that is kept."""
         return x
 
+    def function(self, x: Floats) -> Floats:
+        """A division, root or logarithm as float32 functions give it: exact to about 2 ulp."""
+        return x
+
     def exp(self, x: Floats) -> Floats:
         """Exponential."""
         y: Floats = np.exp(x)
@@ -156,6 +160,9 @@ class NoisyOperations(StochasticOperations):
     sign give s_k = (k/n) s, so they sum to (n/3) s^2. Both are added: variance u^2/4 (n/2 sum p^2 + n/3 s^2),
     with n the number of nonzero terms. A single product costs its own rounding.
 
+    **Functions.** Divisions, roots and logarithms are exact to about 2 ulp on a GPU: relative deviation u. Rounding the
+    exact result alone would not do: where it happens to lie beside a float32 number that costs nothing.
+
     **Exponential.** GPUs compute 2^(x log2 e) by an instruction exact to about 2 ulp: relative
     deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact. Results under 2^-126 may be flushed.
 
@@ -171,6 +178,10 @@ class NoisyOperations(StochasticOperations):
     def wide(self, x: Floats) -> Floats:
         return round_stochastic(x, "float32", self.salt())
 
+    def function(self, x: Floats) -> Floats:
+        y: Floats = x * (1.0 + UNIT * hashed_noise(x, self.salt()))
+        return y
+
     def exp(self, x: Floats) -> Floats:
         y = np.exp(x)
         sigma = UNIT * np.sqrt(np.minimum(1.0 + x * x / 4.0, 1e12))
@@ -180,7 +191,7 @@ class NoisyOperations(StochasticOperations):
     def softplus(self, x: Floats) -> Floats:
         # 1 + exp x is rounded to float32, as in the formula log(1 + exp x) that kernels use
         small = np.minimum(x, 30.0)
-        return np.where(x > 20.0, x, np.log(self.wide(1.0 + self.exp(small))))
+        return np.where(x > 20.0, x, self.function(np.log(self.wide(1.0 + self.exp(small)))))
 
     def _flushed(self, y: Floats) -> Floats:
         return np.floor(y / FLUSH + self.rng.random((y.shape[0], 1, 1, 1))) * FLUSH

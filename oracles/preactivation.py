@@ -98,10 +98,10 @@ class Preactivation:
 
     def _rstd(self, x: Floats) -> Floats:
         op = self.op
-        return op.wide(1 / np.sqrt(op.total(x * x, -1) + op.real(L2NORM_EPS)))
+        return op.function(1 / np.sqrt(op.total(x * x, -1) + op.real(L2NORM_EPS)))
 
     def _norm_reverse(self, dy: Floats, y: Floats, rstd: Floats) -> Floats:
-        dx: Floats = (dy - y * self.op.total(y * dy, -1)) * rstd
+        dx: Floats = self.op.wide(dy - self.op.wide(y * self.op.total(y * dy, -1))) * rstd
         return dx
 
     def _grouped(self, x: Floats) -> Floats:
@@ -116,15 +116,15 @@ class Preactivation:
         return total
 
     def _sigmoid(self, x: Floats) -> Floats:
-        e = np.exp(-np.abs(x))
-        return self.op.wide(np.where(x >= 0, 1, e).astype(e.dtype) / (1 + e))
+        e = self.op.exp(-np.abs(x))
+        return self.op.function(np.where(x >= 0, self.op.real(1), e) / self.op.wide(1 + e))
 
     def _gate(self, x: Floats) -> Floats:
         p, op = self.problem, self.op
         if p.gate == "log":
             return x
         self.z = op.wide(x + op.array(p.dt_bias)) if p.dt_bias is not None else x
-        self.m = op.array(np.ones((1, 1)) if p.A_log is None else np.exp(p.A_log)[:, None])
+        self.m = op.array(np.ones((1, 1, 1))) if p.A_log is None else op.exp(op.array(p.A_log[None, :, None]))
         if p.gate == "softplus":
             self.s = self._sigmoid(self.z)
             self.g = op.wide(-self.m * op.softplus(self.z))
