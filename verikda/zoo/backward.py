@@ -128,7 +128,8 @@ def _dg(dG: Array, gamma: Gamma, s: Settings) -> Array:
         return dG
     if s.fault is Fault.CUMSUM_TOTAL_MINUS_PREFIX:
         prefix: Array = np.cumsum(dG, axis=1, dtype=np.float32) - dG
-        return np.asarray(dG.sum(axis=1, keepdims=True) - prefix)
+        # A block's total is summed in another order than a scan, so the difference is not 0 where it should be.
+        return np.asarray(dG[:, ::-1].sum(axis=1, keepdims=True) - prefix)
     return np.where(gamma.closed, 0, np.cumsum(dG[:, ::-1], axis=1, dtype=np.float32)[:, ::-1])
 
 

@@ -76,8 +76,8 @@ def prepare(x: dict[str, Array], span: Span, start: int, stop: int, s: Settings)
     c = gamma(g, rows, fault)
     if fault is Fault.CUMSUM_ACROSS_CHUNKS:
         c.G += x["g"][span[0], span[1] : start].sum(axis=0)[:, None]
-    if fault is Fault.LATE_4096 and start >= 4096:
-        K = _padded(x["k"], span[0], start - 4096, rows, s)
+    if fault is Fault.LATE_2048 and start >= 2048:
+        K = _padded(x["k"], span[0], start - 2048, rows, s)
 
     E = c.pairs(_mask_qk(s))
     KE = E * K[:, None]
@@ -122,10 +122,7 @@ def advance(c: Chunk, S: Array, s: Settings) -> tuple[Array, Array]:
         decay = np.ones_like(decay)
     if fault is Fault.STATE_CARRY_DROPPED:
         decay = np.zeros_like(decay)
-    S = decay * S + _t(c.Kg) @ c.Vnew
-    if fault is Fault.STATE_IN_BF16:
-        S = bf16(S)
-    return out, S
+    return out, decay * S + _t(c.Kg) @ c.Vnew
 
 
 def forward(x: dict[str, Array], spans: list[Span], h0: Array, s: Settings) -> tuple[Array, Array, list[list[Chunk]]]:
@@ -140,6 +137,8 @@ def forward(x: dict[str, Array], spans: list[Span], h0: Array, s: Settings) -> t
         for start, stop in grid(span, s):
             if s.fault is Fault.STATE_WINDOW_RESTARTS and start > span[1] and (start - span[1]) % 512 == 0:
                 S = np.zeros_like(S)
+            if s.fault is Fault.STATE_IN_BF16 and start > span[1]:
+                S = bf16(S)
             c = prepare(x, span, start, stop, s)
             out, S = advance(c, S, s)
             o[span[0], start:stop] = out[:, : c.rows].swapaxes(0, 1)

@@ -111,9 +111,8 @@ def _strength(flags: Flags) -> np.float32:
 
 
 def _softplus(x: Array, flags: Flags) -> Array:
-    if flags.fault is Fault.SOFTPLUS_NAIVE:
-        return np.asarray(np.log(1 + np.exp(x)), np.float32)
-    return np.asarray(np.logaddexp(np.float32(0), x), np.float32)
+    y: Array = np.logaddexp(np.float32(0), x)
+    return np.where(x > 3, x, y) if flags.fault is Fault.SOFTPLUS_THRESHOLD else y
 
 
 def _times(dy: Array, slope: Array) -> Array:
