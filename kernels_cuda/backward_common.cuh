@@ -2,7 +2,8 @@
 // products of operands that must not be rounded to 16 bits.
 #pragma once
 #include "chunks.cuh"
-#include "tile.cuh"
+#include "gate.cuh"
+#include "tile_store.cuh"
 
 namespace vk {
 
@@ -43,18 +44,32 @@ VK_DEVICE void store_fragment(T* G, i64 stride, const float (&acc)[1][NT_][4], i
         }
 }
 
-// Rows x Columns of the tile S to global memory, 16 bytes at a time where aligned.
-template <class T, int Rows, int Columns>
-VK_DEVICE void store_tile(T* G, i64 row_stride, const T* S, int ld, int rows, int columns, int thread, int threads) {
-    constexpr int pieces = Columns / vec<T>;
-    for (int p = thread; p < Rows * pieces; p += threads) {
-        const int r = p / pieces, c = p % pieces * vec<T>;
-        const int count = r < rows ? columns - c : 0;
-        if (count <= 0) continue;
-        T* const dst = G + r * row_stride + c;
-        const u128 x = ld128(S + r * ld + c);
-        if (count >= vec<T> && aligned16(dst)) st128(dst, x);
-        else st_elements(dst, x, count);
+// 16 bytes, or the first `count` elements of them where fewer are wanted or p is not aligned.
+template <class T> VK_DEVICE u128 load_piece(const T* p, int count) {
+    return count >= vec<T> && aligned16(p) ? ld128(p) : ld_elements(p, count);
+}
+
+// Local sums of one slice of 64 channels from k0: sc[r][d] = log2 decays summed from the first row of r's block of 16 to
+// r, so that no exponent is a difference of large sums. Rows that do not exist and channels >= K add nothing. `at` is the
+// offset of row 0 of this value head. A barrier must follow.
+template <class T, int C>
+VK_DEVICE void local_sums(float* sc, int ld, const Gate& gate, i64 at, i64 stride, int head, int rows, int k0, int K) {
+    const float rate = gate_rate(gate, head);
+    for (int p = tid(); p < C * 4; p += 128) {
+        const int d = p % 64, first = p / 64 * 16, channel = k0 + d;
+        const bool inside = channel < K;
+        const float bias = gate.dt_bias && inside ? gate.dt_bias[i64(head) * K + channel] : 0.f;
+        float x[16], sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int r = first + i;
+            x[i] = inside && r < rows ? load_either<T>(gate.g, at + r * stride + channel, gate.g_is_float) : 0.f;
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            if (inside && first + i < rows) sum += log2_decay(gate, x[i], rate, bias);
+            sc[(first + i) * ld + d] = sum;
+        }
     }
 }
 

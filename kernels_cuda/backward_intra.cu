@@ -8,57 +8,93 @@
 //     dg_t = sum_{i>=t} (dQg * Qg + P * beta exp Gamma * K + dQi * Q + (beta left - right) * K)_i
 //          + sum_{r<t} (dKg * Kg)_r + rowsum(S * dS) exp gC
 //
-// The terms of the diagonal (i = j) cancel in dg, so they are kept out of dQi and right. dKg * Kg enters dGamma with
-// a minus in every row and its sum in the last; its suffix sum is the sum over the rows before t, which is summed
+// The terms of the diagonal (i = j) cancel in dg, so they are kept out of dQi and right. dKg * Kg enters dGamma with a
+// minus in every row and its sum in the last; the suffix sum of that is the sum over the rows before t, which is formed
 // directly: nothing large is subtracted.
 //
-// exp(Gamma_i - Gamma_j) in blocks of 16 rows, every exponent <= 0: off the diagonal through the first row of a block,
-// with running sums that decay by exp(Gamma_first(I+1) - Gamma_first(I)) from one block to the next; inside a diagonal
-// block pair by pair with running products of exp(Gamma_i - Gamma_{i-1}). Anchors lie between j and i, so nothing
-// depends on a token after i or on the length of the tail.
+// exp(Gamma_i - Gamma_j) in blocks of 16 rows with local sums c of decays, total_b those of a whole block b; every exponent
+// is <= 0. Off the diagonal
+//
+//     exp(Gamma_i - Gamma_j) = exp(c_i) * prod of exp(total_b) over the blocks between * exp(total - c_j)
+//
+// so that a running sum decays by exp(total_b) as it passes block b; inside a diagonal block pair by pair with running
+// products of single decays. Nothing depends on a token after i or on the length of the tail.
 #include "backward_common.cuh"
 
 namespace vk {
 
-template <class T, int C> struct IntraShared {
-    static constexpr int ld = pitch<T>(64), tile = 64 * ld;
+template <class T, int C> struct GradientShape {
+    static constexpr int ld = pitch<T>(64), tile = 64 * ld, ldc = 68;
     static constexpr int square = WideTile<T, C, C>::bytes, operand = WideTile<T, C, 64>::bytes;
-    static constexpr int ld_scratch = 40;  // rows start 8 banks apart: pairs of a fragment meet no conflict
-    static constexpr int scratch = 16 * ld_scratch, scratches = 4 * 3 * scratch * 4;
-    static constexpr int staging = 2 * tile * int(sizeof(T));
-    static constexpr int region = max(max(2 * operand, scratches), staging);
+    static constexpr int ld_scratch = 40;  // rows start 8 banks apart: the pairs of a fragment meet no conflict
+    static constexpr int scratch = 16 * ld_scratch;
+    static constexpr int stages = is_16bit<T> ? 2 : 1, pair = 2 * tile * int(sizeof(T));
+    static constexpr int region = max(max(operand, 4 * 3 * scratch * 4), stages * pair);
     static constexpr int blocks = C / 16;
-    static constexpr int bytes = 2 * square + region + 4 * (2 * blocks * 256 + 3 * blocks * 64 + 64 + 64);
+    static constexpr int floats = C * ldc + 5 * blocks * 64 + 128;
+    static constexpr int bytes = 2 * square + region + 4 * floats;
 };
 
-// A, dW, Vnew, dO as in backward_local; S, dS [chunks,HV,K,V]; q, k [tokens,H,K]; dAqk, X float [tokens,HV,C].
-// Out, per value head and rounded to T, or float where the wide pointer is given: dq, dk, dg [tokens,HV,K];
-// dbeta float [tokens,HV].
+// Two neighbouring values of row r, channels d and d + 1 (d even), 0 outside.
+template <class T> struct Rows {
+    const T* p;
+    i64 stride;
+    int rows, K;
+    bool even;  // pairs are aligned
+    VK_DEVICE Rows(const T* p, i64 stride, int rows, int K)
+        : p(p), stride(stride), rows(rows), K(K),
+          even(stride % 2 == 0 && K % 2 == 0 && (reinterpret_cast<u64>(p) & (2 * sizeof(T) - 1)) == 0) {}
+    VK_DEVICE void pair(int r, int d, float& x, float& y) const {
+        x = y = 0.f;
+        if (r >= rows || d >= K) return;
+        const T* const q = p + r * stride + d;
+        if (even) {
+            if constexpr (is_16bit<T>) unpack2<T>(*reinterpret_cast<const u32*>(q), x, y);
+            else {
+                const pair32 both = *reinterpret_cast<const pair32*>(q);
+                x = both.x, y = both.y;
+            }
+        } else {
+            x = to_float(q[0]);
+            if (d + 1 < K) y = to_float(q[1]);
+        }
+    }
+    VK_DEVICE float at(int r, int d) const { return r < rows && d < K ? to_float(p[r * stride + d]) : 0.f; }
+};
+
+// The diagonal block b of a wide tile is not used by products: its place holds 16 x 16 floats, transposed.
+template <class T, int C> VK_DEVICE float* diagonal_block(const WideTile<T, C, C>& m, int b, int j, int i) {
+    auto* const row = m.p + (16 * b + j) * m.ld + 16 * b;
+    if constexpr (is_16bit<T>) return reinterpret_cast<float*>(row + i / 8 * m.plane) + i % 8;
+    else return row + i;
+}
+
+// A, dW, Vnew, dO, v, gate, beta as in backward_local; S, dS [chunks,HV,K,V]; q, k [tokens,H,K], after the norm; dAqk, X
+// float [tokens,HV,C]. Out, per value head: dq, dk, dg [tokens,HV,K], rounded to T, or in float where the wide pointer is
+// given; dbeta float [tokens,HV].
 template <class T, int C, bool Gated>
 VK_KERNEL_BOUNDS(128, 2)
-void backward_intra(const T* q, const T* k, const float* Gamma, const float* beta, const T* A, const T* dW,
-                    const T* dO, const T* Vnew, const T* S, const T* dS, const float* dAqk, const float* X,
-                    const float* dbeta_v, const Chunk* chunks, T* dq, float* dq_wide, T* dk, float* dk_wide, T* dg,
-                    float* dg_wide, float* dbeta, float scale, int H, int HV, int K, int V) {
+void backward_intra(const T* q, const T* k, const float* beta, const T* A, const T* dW, const T* dO, const T* Vnew,
+                    const T* S, const T* dS, const float* dAqk, const float* X, const float* dbeta_v,
+                    const Chunk* chunks, Gate gate, T* dq, float* dq_wide, T* dk, float* dk_wide, T* dg, float* dg_wide,
+                    float* dbeta, float scale, i32 H, i32 HV, i32 K, i32 V) {
     VK_DYN_SHARED(shared);
-    using L = IntraShared<T, C>;
+    using L = GradientShape<T, C>;
     using Square = WideTile<T, C, C>;
     using Operand = WideTile<T, C, 64>;
-    constexpr int ld = L::ld, NT_ = C / 8, W_ = Place<C>::width, NB = L::blocks;
+    constexpr int ld = L::ld, NT_ = C / 8, W_ = Place<C>::width, NB = L::blocks, ldc = L::ldc;
     const Square sQK{reinterpret_cast<typename Square::E*>(shared)};
     const Square sX{reinterpret_cast<typename Square::E*>(shared + L::square)};
     unsigned char* const region = shared + 2 * L::square;
-    const Operand op0{reinterpret_cast<typename Operand::E*>(region)};
-    const Operand op1{reinterpret_cast<typename Operand::E*>(region + L::operand)};
-    T* const x0 = reinterpret_cast<T*>(region);
-    T* const x1 = x0 + L::tile;
-    float* const dqk = reinterpret_cast<float*>(region + L::region);  // diagonal blocks [block][j][i]
-    float* const dx = dqk + NB * 256;
-    float* const step = dx + NB * 256;    // exp(Gamma_first(I+1) - Gamma_first(I)) [block][64]
-    float* const total_g = step + NB * 64;
+    const Operand operand{reinterpret_cast<typename Operand::E*>(region)};
+    float* const sc = reinterpret_cast<float*>(region + L::region);  // local sums [C][64]
+    float* const pass = sc + C * ldc;        // exp(total_b) [block][64]
+    float* const before = pass + NB * 64;    // product of exp(total) over the blocks before b
+    float* const after = before + NB * 64;   // and after b
+    float* const total_g = after + NB * 64;  // sums over a block's rows
     float* const total_k = total_g + NB * 64;
-    float* const last = total_k + NB * 64;  // rowsum(S * dS) exp gC [64]
-    float* const sums = last + 64;
+    float* const carried = total_k + NB * 64;  // rowsum(S * dS) exp gC [64]
+    float* const sums = carried + 64;
 
     const int head = bidx() % HV, chunk = bidx() / HV;
     const Chunk c = chunks[chunk];
@@ -69,26 +105,25 @@ void backward_intra(const T* q, const T* k, const float* Gamma, const float* bet
     const i64 tokenV = c.token * strideV + i64(head) * V, tokenK = c.token * strideK + i64(head) * K;
     const i64 tokenC = c.token * strideC + i64(head) * C, tokenQ = c.token * strideQ + i64(head / (HV / H)) * K;
     const i64 tokenB = c.token * HV + head, state = (i64(chunk) * HV + head) * K * V;
-
-    // Values of this chunk at (row, channel), 0 outside.
-    auto Kat = [&](int r, int d) { return r < c.rows && d < K ? to_float(k[tokenQ + r * strideQ + d]) : 0.f; };
-    auto Qat = [&](int r, int d) { return r < c.rows && d < K ? scale * to_float(q[tokenQ + r * strideQ + d]) : 0.f; };
-    auto Gat = [&](int r, int d) { return r < c.rows && d < K ? Gamma[tokenK + r * strideK + d] : 0.f; };
+    const Rows<T> Kr(k + tokenQ, strideQ, c.rows, K), Qr(q + tokenQ, strideQ, c.rows, K);  // Q without scale
     auto Bat = [&](int r) { return r < c.rows ? beta[tokenB + i64(r) * HV] : 0.f; };
 
     for (int p = tid(); p < C * C / 2; p += 128) {
         const int r = 2 * p / C, j = 2 * p % C;
         float a0 = 0.f, a1 = 0.f, b0 = 0.f, b1 = 0.f;
         if (r < c.rows) {
-            a0 = dAqk[tokenC + r * strideC + j], a1 = dAqk[tokenC + r * strideC + j + 1];
-            b0 = X[tokenC + r * strideC + j], b1 = X[tokenC + r * strideC + j + 1];
+            const pair32 a = *reinterpret_cast<const pair32*>(dAqk + tokenC + r * strideC + j);
+            const pair32 b = *reinterpret_cast<const pair32*>(X + tokenC + r * strideC + j);
+            a0 = a.x, a1 = a.y, b0 = b.x, b1 = b.y;
         }
-        sQK.set2(r, j, a0, a1);
-        sX.set2(r, j, b0, b1);
-        if (r / 16 == j / 16) {
-            float* const to = dqk + r / 16 * 256 + j % 16 * 16 + r % 16;
-            to[0] = a0, to[16] = a1;
-            to[NB * 256] = b0, to[NB * 256 + 16] = b1;
+        if (Gated && r / 16 == j / 16) {
+            *diagonal_block<T, C>(sQK, r / 16, j % 16, r % 16) = a0;
+            *diagonal_block<T, C>(sQK, r / 16, j % 16 + 1, r % 16) = a1;
+            *diagonal_block<T, C>(sX, r / 16, j % 16, r % 16) = b0;
+            *diagonal_block<T, C>(sX, r / 16, j % 16 + 1, r % 16) = b1;
+        } else {
+            sQK.set2(r, j, a0, a1);
+            sX.set2(r, j, b0, b1);
         }
     }
     const float b[2] = {Bat(at.row + l / 4), Bat(at.row + l / 4 + 8)};
@@ -97,21 +132,37 @@ void backward_intra(const T* q, const T* k, const float* Gamma, const float* bet
     for (int k0 = 0; k0 < K; k0 += 64) {
         const int d0 = k0 + at.column;  // this warp's first channel
         float aQ[1][NT_][4], aK[1][NT_][4], aG[1][NT_][4], acc[1][NT_][4];
-        // f(row in the chunk, column in the slice, n, i) for each element of a fragment
+        // f(row in the chunk, column in the slice, h, x of acc...) for each pair of neighbours of a fragment; h: upper rows
         auto each = [&](auto f) {
 #pragma unroll
             for (int n = 0; n < NT_; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) f(at.row + frag_row(l, i), at.column + 8 * n + frag_col(l, i), n, i);
+                for (int h = 0; h < 2; ++h) f(at.row + l / 4 + 8 * h, at.column + 8 * n + 2 * (l % 4), n, h);
+        };
+        auto decay_rows = [&](const float* table) {  // acc *= table[column]
+            each([&](int, int col, int n, int h) {
+                acc[0][n][2 * h] *= table[col];
+                acc[0][n][2 * h + 1] *= table[col + 1];
+            });
         };
         clear(aQ);  // dQi
         clear(aK);  // left
         clear(aG);  // right
         sync();
         if constexpr (Gated) {
-            for (int p = tid(); p < (NB - 1) * 64; p += 128) {
-                const int r = 16 * (p / 64), d = k0 + p % 64;
-                step[p] = r + 16 < c.rows ? exp2(Gat(r + 16, d) - Gat(r, d)) : 1.f;
+            local_sums<T, C>(sc, ldc, gate, tokenK, strideK, head, c.rows, k0, K);
+            sync();
+            if (tid() < 64) {
+                float below = 0.f, above = 0.f;
+                for (int i = 0; i < NB; ++i) {
+                    before[i * 64 + tid()] = exp2(below);
+                    pass[i * 64 + tid()] = exp2(sc[(16 * i + 15) * ldc + tid()]);
+                    below += sc[(16 * i + 15) * ldc + tid()];
+                }
+                for (int i = NB - 1; i >= 0; --i) {
+                    after[i * 64 + tid()] = exp2(above);
+                    above += sc[(16 * i + 15) * ldc + tid()];
+                }
             }
             // Diagonal block, one lane per channel, then through scratch into fragments.
             float* const scratch = reinterpret_cast<float*>(region) + 3 * L::scratch * warp();
@@ -124,26 +175,26 @@ void backward_intra(const T* q, const T* k, const float* Gamma, const float* bet
 #pragma unroll
                     for (int i = 0; i < 16; ++i) {
                         const int r = at.row + i;
-                        Kc[i] = Kat(r, d), Qc[i] = Qat(r, d), Kb[i] = Bat(r) * Kc[i];
-                        e[i] = i > 0 && r < c.rows ? exp2(Gat(r, d) - Gat(r - 1, d)) : 0.f;
+                        const float* const s = sc + r * ldc + at.column + u + l;
+                        Kc[i] = Kr.at(r, d), Qc[i] = scale * Qr.at(r, d), Kb[i] = Bat(r) * Kc[i];
+                        e[i] = i > 0 ? exp2(s[0] - s[-ldc]) : 1.f;
                         di[i] = le[i] = 0.f;
                     }
 #pragma unroll
                     for (int j = 0; j < 16; ++j) {
-                        const float* const pq = dqk + blk * 256 + j * 16;
-                        const float* const px = dx + blk * 256 + j * 16;
                         float E = 1.f, ri = 0.f;
 #pragma unroll
                         for (int i = j + 1; i < 16; ++i) {
+                            const float a = *diagonal_block<T, C>(sQK, blk, j, i), x = *diagonal_block<T, C>(sX, blk, j, i);
                             E *= e[i];
                             const float kE = Kc[j] * E;
-                            di[i] = fma(pq[i], kE, di[i]);
-                            le[i] = fma(px[i], kE, le[i]);
-                            ri = fma(E, fma(pq[i], Qc[i], px[i] * Kb[i]), ri);
+                            di[i] = fma(a, kE, di[i]);
+                            le[i] = fma(x, kE, le[i]);
+                            ri = fma(E, fma(a, Qc[i], x * Kb[i]), ri);
                         }
-                        scratch[2 * L::scratch + j * L::ld_scratch + l] = ri;
                         scratch[j * L::ld_scratch + l] = di[j];
                         scratch[L::scratch + j * L::ld_scratch + l] = le[j];
+                        scratch[2 * L::scratch + j * L::ld_scratch + l] = ri;
                     }
                 }
                 syncwarp();
@@ -161,142 +212,182 @@ void backward_intra(const T* q, const T* k, const float* Gamma, const float* bet
             sync();
         }
 
-        // Rows of a block from columns before it.
-        for (int p = tid(); p < C * 32; p += 128) {
-            const int r = p / 32, d = k0 + 2 * (p % 32), anchor = (r / 16 + 1) * 16;
-            float x0_ = 0.f, x1_ = 0.f;
-            if (!Gated) x0_ = Kat(r, d), x1_ = Kat(r, d + 1);
-            else if (anchor < c.rows) {
-                x0_ = Kat(r, d) * exp2(Gat(anchor, d) - Gat(r, d));
-                x1_ = Kat(r, d + 1) * exp2(Gat(anchor, d + 1) - Gat(r, d + 1));
+        // operand[r][d] = x(r, d) times its decay to the end of its block, or from the start of it
+        auto build = [&](const Rows<T>& x, bool to_end, bool times_beta, float factor) {
+            for (int p = tid(); p < C * 32; p += 128) {
+                const int r = p / 32, d = 2 * (p % 32);
+                float y0, y1;
+                x.pair(r, k0 + d, y0, y1);
+                float f0 = times_beta ? factor * Bat(r) : factor, f1 = f0;
+                if constexpr (Gated) {
+                    const float* const s = sc + r * ldc + d;
+                    const float* const end = sc + (r / 16 * 16 + 15) * ldc + d;
+                    f0 *= exp2(to_end ? end[0] - s[0] : s[0]);
+                    f1 *= exp2(to_end ? end[1] - s[1] : s[1]);
+                }
+                operand.set2(r, d, y0 * f0, y1 * f1);
             }
-            op0.set2(r, d - k0, x0_, x1_);
-        }
+        };
+
+        // Rows of a block from the columns of blocks before it; without a gate also of its own.
+        build(Kr, true, false, 1.f);
         sync();
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
-            const Square& m = which == 0 ? sQK : sX;
             clear(acc);
             for (int J = 0; J < blk + !Gated; ++J) {
-                if (Gated && J > 0) each([&](int, int col, int n, int i) { acc[0][n][i] *= step[J * 64 + col]; });
-                wide_mma<T, 16, W_, 16, NN>(acc, m, at.row, 16 * J, op0, 16 * J, at.column);
+                if (Gated && J > 0) decay_rows(pass + J * 64);
+                wide_mma<T, 16, W_, 16, NN>(acc, which == 0 ? sQK : sX, at.row, 16 * J, operand, 16 * J, at.column);
             }
-            each([&](int r, int col, int n, int i) {
-                float x = acc[0][n][i];
-                if (Gated) x *= exp2(Gat(r, k0 + col) - Gat(at.row, k0 + col));
-                if (which == 0) aQ[0][n][i] += x;
-                else aK[0][n][i] += x;
+            each([&](int r, int col, int n, int h) {
+                float (&sum)[4] = which == 0 ? aQ[0][n] : aK[0][n];
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    sum[2 * h + i] += Gated ? acc[0][n][2 * h + i] * exp2(sc[r * ldc + col + i]) : acc[0][n][2 * h + i];
             });
         }
-        sync();
 
-        // Columns of a block from rows after it.
-        for (int p = tid(); p < C * 32; p += 128) {
-            const int r = p / 32, d = k0 + 2 * (p % 32), anchor = r / 16 * 16;
-            const float e0 = Gated ? exp2(Gat(r, d) - Gat(anchor, d)) : 1.f;
-            const float e1 = Gated ? exp2(Gat(r, d + 1) - Gat(anchor, d + 1)) : 1.f;
-            const float br = Bat(r);
-            op0.set2(r, d - k0, Qat(r, d) * e0, Qat(r, d + 1) * e1);
-            op1.set2(r, d - k0, br * Kat(r, d) * e0, br * Kat(r, d + 1) * e1);
+        // Columns of a block from the rows of blocks after it.
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            sync();
+            if (which == 0) build(Qr, false, false, scale);
+            else build(Kr, false, true, 1.f);
+            sync();
+            clear(acc);
+            for (int I = NB - 1; I >= blk + Gated; --I) {
+                if (Gated) decay_rows(pass + I * 64);
+                wide_mma<T, 16, W_, 16, TN>(acc, which == 0 ? sQK : sX, 16 * I, at.row, operand, 16 * I, at.column);
+            }
+            each([&](int r, int col, int n, int h) {
+                const int end = (at.row + 15) * ldc + col;
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    aG[0][n][2 * h + i] +=
+                        Gated ? acc[0][n][2 * h + i] * exp2(sc[end + i] - sc[r * ldc + col + i]) : acc[0][n][2 * h + i];
+            });
         }
-        sync();
-        clear(acc);
-        for (int I = NB - 1; I >= blk + Gated; --I) {
-            if (Gated && I < NB - 1) each([&](int, int col, int n, int i) { acc[0][n][i] *= step[I * 64 + col]; });
-            wide_mma<T, 16, W_, 16, TN>(acc, sQK, 16 * I, at.row, op0, 16 * I, at.column);
-            wide_mma<T, 16, W_, 16, TN>(acc, sX, 16 * I, at.row, op1, 16 * I, at.column);
-        }
-        const bool after = at.row + 16 < c.rows;
-        each([&](int r, int col, int n, int i) {
-            const int d = k0 + col;
-            float x = acc[0][n][i];
-            if (Gated) x = after && r < c.rows ? x * exp2(Gat(at.row + 16, d) - Gat(r, d)) : 0.f;
-            const float right = aG[0][n][i] + x, Kc = Kat(r, d), Qc = Qat(r, d);
-            const float left = aK[0][n][i], dQi = aQ[0][n][i], br = b[i / 2];
-            db[i / 2] = fma(left, Kc, db[i / 2]);
-            if constexpr (Gated) {
-                const float diagonal = dqk[blk * 256 + (r % 16) * 17];
-                aG[0][n][i] = fma(dQi, Qc, (br * left - right) * Kc);
-                aQ[0][n][i] = fma(diagonal, Kc, dQi);
-                aK[0][n][i] = fma(diagonal, Qc, fma(br, left, right));
-            } else {
-                aK[0][n][i] = fma(br, left, right);
+        each([&](int r, int col, int n, int h) {
+            float Kc[2], Qc[2];
+            Kr.pair(r, k0 + col, Kc[0], Kc[1]);
+            Qr.pair(r, k0 + col, Qc[0], Qc[1]);
+            const float diagonal = Gated ? *diagonal_block<T, C>(sQK, blk, r % 16, r % 16) : 0.f;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float &dQ = aQ[0][n][2 * h + i], &dK = aK[0][n][2 * h + i], &right = aG[0][n][2 * h + i];
+                const float left = b[h] * dK, Qs = scale * Qc[i];
+                db[h] = fma(dK, Kc[i], db[h]);
+                dK = fma(diagonal, Qs, left + right);
+                if constexpr (Gated) right = fma(dQ, Qs, (left - right) * Kc[i]);
+                dQ = fma(diagonal, Kc[i], dQ);
             }
         });
 
-        // P = A^T dW
-        sync();
-        load_tile<T, C, C>(x0, ld, A + tokenC, strideC, c.rows, C, tid(), 128);
-        load_tile<T, C, 64>(x1, ld, dW + tokenK + k0, strideK, c.rows, K - k0, tid(), 128);
-        cp_async_commit();
-        cp_async_wait<0>();
-        sync();
+        // P = A^T dW, then dQg = dO S^T, then dKg = Vnew dS^T, over pairs of tiles
+        const int slices = ceil_div(V, 64);
+        auto load = [&](int i) {
+            T* const to = reinterpret_cast<T*>(region + i % L::stages * L::pair);
+            if (i == 0) {
+                load_tile<T, C, C>(to, ld, A + tokenC, strideC, c.rows, C, tid(), 128);
+                load_tile<T, C, 64>(to + L::tile, ld, dW + tokenK + k0, strideK, c.rows, K - k0, tid(), 128);
+            } else if (i <= 2 * slices) {
+                const int v0 = (i - 1) % slices * 64;
+                load_tile<T, C, 64>(to, ld, (i <= slices ? dO : Vnew) + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
+                load_tile<T, 64, 64>(to + L::tile, ld, (i <= slices ? S : dS) + state + i64(k0) * V + v0, V, K - k0, V - v0,
+                                     tid(), 128);
+            }
+            cp_async_commit();
+        };
+        int next = 0;
+        auto pair = [&]() -> const T* {
+            if constexpr (L::stages == 1) {
+                sync();
+                load(next);
+            }
+            cp_async_wait<0>();
+            sync();
+            if constexpr (L::stages == 2) load(next + 1);
+            return reinterpret_cast<const T*>(region + next++ % L::stages * L::pair);
+        };
+        if constexpr (L::stages == 2) {
+            sync();
+            load(0);
+        }
+
+        const T* x = pair();
         clear(acc);
         for (int r = at.row; r < C; r += 16)
-            warp_mma<T, 16, W_, 16, TN>(acc, x0 + r * ld + at.row, ld, x1 + r * ld + at.column, ld);
-        each([&](int r, int col, int n, int i) {
-            const float Kc = Kat(r, k0 + col), e = Gated ? exp2(Gat(r, k0 + col)) : 1.f, x = acc[0][n][i] * e;
-            db[i / 2] = fma(x, Kc, db[i / 2]);
-            aK[0][n][i] = fma(b[i / 2], x, aK[0][n][i]);
-            if constexpr (Gated) aG[0][n][i] = fma(b[i / 2] * x, Kc, aG[0][n][i]);
+            warp_mma<T, 16, W_, 16, TN>(acc, x + r * ld + at.row, ld, x + L::tile + r * ld + at.column, ld);
+        each([&](int r, int col, int n, int h) {
+            float Kc[2];
+            Kr.pair(r, k0 + col, Kc[0], Kc[1]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float y = acc[0][n][2 * h + i];
+                if constexpr (Gated) y *= before[blk * 64 + col + i] * exp2(sc[r * ldc + col + i]);
+                db[h] = fma(y, Kc[i], db[h]);
+                y *= b[h];
+                aK[0][n][2 * h + i] += y;
+                if constexpr (Gated) aG[0][n][2 * h + i] = fma(y, Kc[i], aG[0][n][2 * h + i]);
+            }
         });
 
-        // dQg = dO S^T
         clear(acc);
-        for (int v0 = 0; v0 < V; v0 += 64) {
-            sync();
-            load_tile<T, C, 64>(x0, ld, dO + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
-            load_tile<T, 64, 64>(x1, ld, S + state + i64(k0) * V + v0, V, K - k0, V - v0, tid(), 128);
-            cp_async_commit();
-            cp_async_wait<0>();
-            sync();
-            warp_mma<T, 16, W_, 64, NT>(acc, x0 + at.row * ld, ld, x1 + at.column * ld, ld);
+        for (int s = 0; s < slices; ++s) {
+            x = pair();
+            warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld);
         }
-        each([&](int r, int col, int n, int i) {
-            const float x = acc[0][n][i] * (Gated ? exp2(Gat(r, k0 + col)) : 1.f);
-            aQ[0][n][i] += x;
-            if constexpr (Gated) aG[0][n][i] = fma(x, Qat(r, k0 + col), aG[0][n][i]);
+        each([&](int r, int col, int n, int h) {
+            float Qc[2];
+            if constexpr (Gated) Qr.pair(r, k0 + col, Qc[0], Qc[1]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float y = acc[0][n][2 * h + i], &dQ = aQ[0][n][2 * h + i];
+                if constexpr (Gated) {
+                    y *= before[blk * 64 + col + i] * exp2(sc[r * ldc + col + i]);
+                    aG[0][n][2 * h + i] = fma(y, scale * Qc[i], aG[0][n][2 * h + i]);
+                }
+                dQ = scale * (dQ + y);
+            }
         });
-        if (dq_wide) {
-            each([&](int, int, int n, int i) { aQ[0][n][i] *= scale; });
-            store_fragment<float>(dq_wide + tokenK + i64(at.row) * strideK + d0, strideK, aQ, c.rows - at.row, K - d0);
-        } else {
-            each([&](int, int, int n, int i) { aQ[0][n][i] *= scale; });
-            store_fragment<T>(dq + tokenK + i64(at.row) * strideK + d0, strideK, aQ, c.rows - at.row, K - d0);
-        }
+        const i64 out = tokenK + i64(at.row) * strideK + d0;
+        if (dq_wide) store_fragment<float>(dq_wide + out, strideK, aQ, c.rows - at.row, K - d0);
+        else store_fragment<T>(dq + out, strideK, aQ, c.rows - at.row, K - d0);
 
-        // dKg = Vnew dS^T, and rowsum(S * dS): two threads per channel
         clear(acc);
-        float carried = 0.f;
-        for (int v0 = 0; v0 < V; v0 += 64) {
-            sync();
-            load_tile<T, C, 64>(x0, ld, Vnew + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
-            load_tile<T, 64, 64>(x1, ld, dS + state + i64(k0) * V + v0, V, K - k0, V - v0, tid(), 128);
-            cp_async_commit();
-            cp_async_wait<0>();
-            sync();
-            warp_mma<T, 16, W_, 64, NT>(acc, x0 + at.row * ld, ld, x1 + at.column * ld, ld);
+        float dot = 0.f;  // of half a row of S and dS
+        for (int s = 0; s < slices; ++s) {
+            x = pair();
+            warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld);
             if constexpr (Gated) {
-                const int kk = tid() / 2, first = tid() % 2 * 32, count = k0 + kk < K ? V - v0 - first : 0;
-                const T* const from = S + state + i64(k0 + kk) * V + v0 + first;
-#pragma unroll 4
-                for (int e = 0; e < 32; ++e)
-                    if (e < count) carried = fma(to_float(from[e]), to_float(x1[kk * ld + first + e]), carried);
+                const int d = tid() / 2, v0 = tid() % 2 * 32, count = k0 + d < K ? V - s * 64 - v0 : 0;
+                const T* const from = S + state + i64(k0 + d) * V + s * 64 + v0;
+#pragma unroll
+                for (int i = 0; i < 32; i += vec<T>) {
+                    const u128 y = load_piece(from + i, count - i), z = ld128(x + L::tile + d * ld + v0 + i);
+#pragma unroll
+                    for (int j = 0; j < vec<T>; ++j) dot = fma(to_float(get<T>(y, j)), to_float(get<T>(z, j)), dot);
+                }
             }
         }
-        each([&](int r, int col, int n, int i) {
-            const int d = k0 + col;
-            const float x = acc[0][n][i] * (Gated ? exp2(Gat(c.rows - 1, d) - Gat(r, d)) : 1.f);
-            aK[0][n][i] += x;
-            if constexpr (Gated) acc[0][n][i] = r < c.rows ? x * Kat(r, d) : 0.f;
+        each([&](int r, int col, int n, int h) {
+            float Kc[2];
+            if constexpr (Gated) Kr.pair(r, k0 + col, Kc[0], Kc[1]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float& y = acc[0][n][2 * h + i];
+                if constexpr (Gated)
+                    y *= after[blk * 64 + col + i] * exp2(sc[(at.row + 15) * ldc + col + i] - sc[r * ldc + col + i]);
+                aK[0][n][2 * h + i] += y;
+                if constexpr (Gated) y *= Kc[i];
+            }
         });
-        if (dk_wide)
-            store_fragment<float>(dk_wide + tokenK + i64(at.row) * strideK + d0, strideK, aK, c.rows - at.row, K - d0);
-        else store_fragment<T>(dk + tokenK + i64(at.row) * strideK + d0, strideK, aK, c.rows - at.row, K - d0);
+        if (dk_wide) store_fragment<float>(dk_wide + out, strideK, aK, c.rows - at.row, K - d0);
+        else store_fragment<T>(dk + out, strideK, aK, c.rows - at.row, K - d0);
 
         if constexpr (Gated) {
-            carried += shfl_xor(carried, 1);
-            if (tid() % 2 == 0) last[tid() / 2] = carried * exp2(Gat(c.rows - 1, k0 + tid() / 2));
+            dot += shfl_xor(dot, 1);
+            if (tid() % 2 == 0) carried[tid() / 2] = dot * before[(NB - 1) * 64 + tid() / 2] * pass[(NB - 1) * 64 + tid() / 2];
 #pragma unroll
             for (int n = 0; n < NT_; ++n)
 #pragma unroll
@@ -307,19 +398,19 @@ void backward_intra(const T* q, const T* k, const float* Gamma, const float* bet
                     if (l < 4) total_g[blk * 64 + col] = g, total_k[blk * 64 + col] = a;
                 }
             sync();
-            each([&](int r, int col, int n, int i) {
-                const int d = k0 + col;
-                float g = aG[0][n][i], a = acc[0][n][i];
-                for (int I = NB - 1; I > blk; --I) g += total_g[I * 64 + col];
-                for (int I = 0; I < blk; ++I) a += total_k[I * 64 + col];
-                // A hard reset lets nothing through: exactly 0, where the sums leave rounding.
-                const bool open = exp2(Gat(r, d) - (r > 0 ? Gat(r - 1, d) : 0.f)) > 0.f;
-                aG[0][n][i] = open ? g + a + last[col] : 0.f;
+            each([&](int r, int col, int n, int h) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float g = aG[0][n][2 * h + i], a = acc[0][n][2 * h + i];
+                    for (int I = NB - 1; I > blk; --I) g += total_g[I * 64 + col + i];
+                    for (int I = 0; I < blk; ++I) a += total_k[I * 64 + col + i];
+                    // A hard reset lets nothing through: exactly 0, where the sums leave rounding.
+                    const float decay = sc[r * ldc + col + i] - (r % 16 ? sc[(r - 1) * ldc + col + i] : 0.f);
+                    aG[0][n][2 * h + i] = exp2(decay) > 0.f ? g + a + carried[col + i] : 0.f;
+                }
             });
-            if (dg_wide)
-                store_fragment<float>(dg_wide + tokenK + i64(at.row) * strideK + d0, strideK, aG, c.rows - at.row,
-                                      K - d0);
-            else store_fragment<T>(dg + tokenK + i64(at.row) * strideK + d0, strideK, aG, c.rows - at.row, K - d0);
+            if (dg_wide) store_fragment<float>(dg_wide + out, strideK, aG, c.rows - at.row, K - d0);
+            else store_fragment<T>(dg + out, strideK, aG, c.rows - at.row, K - d0);
         }
     }
 

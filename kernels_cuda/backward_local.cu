@@ -16,17 +16,18 @@ namespace vk {
 template <class T, int C> struct LocalShared {
     static constexpr int ld = pitch<T>(64);
     static constexpr int tile = 64 * ld;
+    static constexpr int ldc = 68;  // of the local sums, which take the place of the first two tiles
     static constexpr int bytes = int(sizeof(T)) * (4 * tile + C * pitch<T>(C)) + 4 * 64 * 4;
 };
 
-// A, dU, Vnew, dO, v: [tokens,HV,.]; k [tokens,H,K]; Gamma float [tokens,HV,K], log2 units; S [chunks,HV,K,V]; beta float
-// [tokens,HV], activated. Out: dAqk, X float [tokens,HV,C], zero where masked; dW [tokens,HV,K]; dv [tokens,HV,V];
+// A, dU, Vnew, dO, v: [tokens,HV,.]; k [tokens,H,K], after the norm; S [chunks,HV,K,V]; beta float [tokens,HV], activated.
+// gate: as prepare.cu has it. Out: dAqk, X float [tokens,HV,C], zero where masked; dW [tokens,HV,K]; dv [tokens,HV,V];
 // dbeta_v float [tokens,HV]; dA [tokens,HV,C] or null.
 template <class T, int C, bool Gated>
 VK_KERNEL_BOUNDS(128, 2)
-void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T* v, const T* k, const float* Gamma,
-                    const T* S, const float* beta, const Chunk* chunks, float* dAqk, float* X, T* dW, T* dv,
-                    float* dbeta_v, T* dA, int H, int HV, int K, int V) {
+void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T* v, const T* k, const T* S,
+                    const float* beta, const Chunk* chunks, Gate gate, float* dAqk, float* X, T* dW, T* dv,
+                    float* dbeta_v, T* dA, i32 H, i32 HV, i32 K, i32 V) {
     VK_DYN_SHARED(shared);
     using L = LocalShared<T, C>;
     constexpr int ld = L::ld, lda = pitch<T>(C), NT_ = C / 8, W_ = Place<C>::width, Q_ = Place<C>::square;
@@ -87,10 +88,14 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
         store_fragment<T>(dv + tokenV + i64(at.row) * strideV + v0 + at.column, strideV, acc, c.rows - at.row,
                           V - v0 - at.column);
         sync();
-        for (int p = tid(); p < C * 64; p += 128) {
-            const int r = p / 64;
-            T& x = x3[r * ld + p % 64];
-            x = from_float<T>(r < c.rows ? beta[tokenB + i64(r) * HV] * to_float(x) : 0.f);
+        for (int p = tid(); p < C * 64 / vec<T>; p += 128) {
+            const int r = p / (64 / vec<T>);
+            T* const piece = x3 + r * ld + p % (64 / vec<T>) * vec<T>;
+            const float br = r < c.rows ? beta[tokenB + i64(r) * HV] : 0.f;
+            u128 x = ld128(piece);
+#pragma unroll
+            for (int i = 0; i < vec<T>; ++i) set<T>(x, i, from_float<T>(br * to_float(get<T>(x, i))));
+            st128(piece, x);
         }
         sync();
         if (square) warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
@@ -109,15 +114,29 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
             warp_mma<T, 16, W_, 64, NT>(acc, x0 + at.row * ld, ld, x1 + at.column * ld, ld);
         }
         for_each_acc(acc, [](int, int, float& x) { x = -x; });
-        store_acc(x2 + at.row * ld + at.column, ld, acc);
-        for (int p = tid(); p < C * 64; p += 128) {
-            const int r = p / 64, col = k0 + p % 64;
-            float x = 0.f;
-            if (r < c.rows && col < K) {
-                x = beta[tokenB + i64(r) * HV] * to_float(k[tokenQ + r * strideQ + col]);
-                if constexpr (Gated) x *= exp2(Gamma[tokenK + r * strideK + col]);
+        store_acc<T>(x2 + at.row * ld + at.column, ld, acc);
+        float* const sc = reinterpret_cast<float*>(x0);
+        if constexpr (Gated) {
+            sync();
+            local_sums<T, C>(sc, L::ldc, gate, tokenK, strideK, head, c.rows, k0, K);
+            sync();
+        }
+        for (int p = tid(); p < C * 64 / vec<T>; p += 128) {
+            const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
+            const int count = r < c.rows ? K - k0 - d : 0;
+            u128 x = load_piece(k + tokenQ + r * strideQ + k0 + d, count);
+            const float br = count > 0 ? beta[tokenB + i64(r) * HV] : 0.f;
+#pragma unroll
+            for (int i = 0; i < vec<T>; ++i) {
+                float y = br * to_float(get<T>(x, i));
+                if constexpr (Gated) {
+                    float sum = sc[r * L::ldc + d + i];
+                    for (int last = 15; last < r / 16 * 16; last += 16) sum += sc[last * L::ldc + d + i];
+                    y *= exp2(sum);
+                }
+                set<T>(x, i, from_float<T>(y));
             }
-            x3[r * ld + p % 64] = from_float<T>(x);
+            st128(x3 + r * ld + d, x);
         }
         sync();
         if (square) warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
@@ -129,14 +148,14 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
         for_each_acc(acc_qk, [&](int r, int col, float& x) { x = sq + col <= at.row + r ? x : 0.f; });
         store_fragment<float>(dAqk + tokenC + i64(at.row) * strideC + sq, strideC, acc_qk, c.rows - at.row, C - sq);
         for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x : 0.f; });
-        store_acc(x0 + at.row * ld + sq, ld, acc_a);
+        store_acc<T>(x0 + at.row * ld + sq, ld, acc_a);
     }
     sync();
     if (dA) store_tile<T, C, C>(dA + tokenC, strideC, x0, ld, c.rows, C, tid(), 128);
     if (square) {
         clear(acc_a);
         warp_mma<T, 16, Q_, C, TN>(acc_a, sA + at.row, lda, x0 + sq, ld);
-        store_acc(x1 + at.row * ld + sq, ld, acc_a);
+        store_acc<T>(x1 + at.row * ld + sq, ld, acc_a);
     }
     sync();
     if (square) {
