@@ -30,14 +30,14 @@ class Arena:
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset
         self.arrays: dict[str, np.ndarray] = {}
-        self._raw: list[np.ndarray] = []
-        self._inputs: list[tuple[str, bytes]] = []
+        self._raw: list[tuple[np.ndarray, int, int]] = []
+        self._inputs: list[tuple[str, np.ndarray, bytes]] = []
 
     def _new(self, shape: tuple[int, ...], dtype: str, offset: int) -> np.ndarray:
         size = int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize
         raw = np.full(size + 2 * GUARD + 32, FILL, np.uint8)
         start = -raw.ctypes.data % 16 + GUARD + offset
-        self._raw.append(raw)
+        self._raw.append((raw, start, start + size))
         raw[start : start + size] = 0xFF
         array = raw[start : start + size].view(DTYPES[dtype]).reshape(shape)
         return array
@@ -46,8 +46,7 @@ class Arena:
         """Address of a copy of `values` in `dtype`."""
         array = self._new(values.shape, dtype, self.offset)
         array[...] = values.astype(DTYPES[dtype])
-        self.arrays[name] = array
-        self._inputs.append((name, array.tobytes()))
+        self._inputs.append((name, array, array.tobytes()))
         return array.ctypes.data if array.size else 0
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
@@ -58,24 +57,16 @@ class Arena:
 
     def check(self) -> None:
         """Every guard byte and every input is as it was."""
-        for name, before in self._inputs:
-            assert self.arrays[name].tobytes() == before, f"{name} was changed"
-        views = list(self.arrays.values())
-        for raw in self._raw:
-            inside = np.zeros(raw.size, bool)
-            for view in views:
-                at = view.ctypes.data - raw.ctypes.data
-                if 0 <= at < raw.size:
-                    inside[at : at + view.nbytes] = True
-            assert (raw[~inside] == FILL).all(), "a byte outside the tensors was written"
+        for name, array, before in self._inputs:
+            assert array.tobytes() == before, f"{name} was changed"
+        for raw, begin, end in self._raw:
+            guards = np.concatenate([raw[:begin], raw[end:]])
+            assert (guards == FILL).all(), "a byte outside the tensors was written"
 
 
-def run_forward(
-    backend: Backend, call: Call, *, keep: Collection[str] = (), offset: int = 0, **options: Any
-) -> dict[str, np.ndarray]:
-    """Results and kept intermediates as float64; ht in [N,HV,K,V]."""
-    p, arena = call.problem, Arena(offset)
-    types = call.dtypes
+def describe(call: Call, arena: Arena) -> Forward:
+    """The call as the launch plan takes it, its inputs copied into the arena."""
+    p, types = call.problem, call.dtypes
     put: dict[str, int] = {}
     for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"):
         x = getattr(p, name)
@@ -83,7 +74,7 @@ def run_forward(
     h0 = p.h0.swapaxes(-1, -2) if p.h0 is not None and call.state_v_first else p.h0
     B, T, H, K = p.q.shape
     HV, V = p.v.shape[2:]
-    described = Forward(
+    return Forward(
         dtype=types["q"], B=B, T=T, N=len(p.spans), H=H, HV=HV, K=K, V=V, chunk=call.chunk_size, scale=p.scale,
         h0=0 if h0 is None else arena.put("h0", h0, "float32"),
         cu_seqlens=0 if p.cu_seqlens is None else arena.put("cu_seqlens", p.cu_seqlens, types["cu_seqlens"]),
@@ -92,7 +83,14 @@ def run_forward(
         qk_l2norm=p.qk_l2norm, beta_sigmoid=p.beta_sigmoid, allow_neg_eigval=p.allow_neg_eigval,
         state_v_first=call.state_v_first, **put,
     )  # fmt: skip
-    forward(backend, described, arena.allocate, keep=keep, **options)
+
+
+def run_forward(
+    backend: Backend, call: Call, *, keep: Collection[str] = (), offset: int = 0, **options: Any
+) -> dict[str, np.ndarray]:
+    """Results and kept intermediates as float64; ht in [N,HV,K,V]."""
+    arena = Arena(offset)
+    forward(backend, describe(call, arena), arena.allocate, keep=keep, **options)
     arena.check()
     found = {name: arena.arrays[name].astype(np.float64) for name in ("o", "ht", *keep) if name in arena.arrays}
     if call.state_v_first and "ht" in found:
