@@ -196,6 +196,7 @@ REGIMES: Mapping[str, Callable[[], Problem]] = {
     "bounded, beyond exp": lambda: _gated(34, -0.01, 1e5, A_log=5.0),
     "bounded, no A_log, no bias": lambda: _gated(35, -1.0, 3.0, A_log=None, bias=False),
     "q/k norm": lambda: replace(_scaled(36, k=3), qk_l2norm=True),
+    "q/k norm, one channel": lambda: replace(_base(50, K=1), qk_l2norm=True),
     "q/k norm, zero rows": lambda: _zero_rows(37),
     "q/k norm, tiny": lambda: replace(_scaled(38, k=-12, q=-40), qk_l2norm=True),
     "q/k norm, huge": lambda: replace(_scaled(39, k=100, q=100), qk_l2norm=True),
