@@ -75,9 +75,11 @@ def _machine_flags() -> tuple[str, ...]:
 def _variant_flags(sanitize: str | None) -> tuple[str, ...]:
     if sanitize is None:
         return ("-O3",)
-    if sanitize == "address":
-        return ("-O1", "-g", "-fsanitize=address", "-fno-omit-frame-pointer")
-    raise ValueError(f"sanitize is {sanitize!r}; allowed: None or 'address'")
+    if sanitize != "address":
+        raise ValueError(f"sanitize is {sanitize!r}; allowed: None or 'address'")
+    if "clang" in compiler()[1]:
+        raise CompileError(f"the address sanitizer build needs g++, and the compiler is {compiler()[1]}; set CXX=g++")
+    return ("-O1", "-g", "-fsanitize=address", "-fno-omit-frame-pointer")
 
 
 def _run(command: Sequence[str]) -> None:
@@ -148,8 +150,8 @@ def sanitizer_library() -> Path:
         If the compiler does not have it.
     """
     path, version = compiler()
-    for name in ("libasan.so", "libclang_rt.asan-x86_64.so"):
-        answer = subprocess.run([path, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
-        if Path(answer.stdout.strip()).is_absolute():
-            return Path(answer.stdout.strip())
-    raise CompileError(f"{version} has no address sanitizer runtime; install it, or use the plain build")
+    answer = subprocess.run([path, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    library = Path(answer.stdout.strip())
+    if not library.is_absolute():
+        raise CompileError(f"{version} has no address sanitizer runtime; install it, or use the plain build")
+    return library

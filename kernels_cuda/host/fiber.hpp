@@ -106,7 +106,8 @@ class Fiber {
         from.arrived();
     }
 
-    // The sanitizer's half of a switch, on the stack just entered. `origin` learns the bounds of the stack that was left.
+    // The sanitizer's half of a switch, on the stack just entered. `origin`, the launching thread itself, learns the
+    // bounds of its own stack here.
     void arrived([[maybe_unused]] Fiber* origin = nullptr) {
 #ifdef __SANITIZE_ADDRESS__
         const void* bottom = nullptr;

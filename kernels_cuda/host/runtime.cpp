@@ -1,11 +1,11 @@
 // One CUDA block on one processor: its threads are fibers, its barriers and warp collectives are rendezvous.
 //
-// A thread runs until it must wait, then switches straight to the next ready thread. Which one is next is the `order` of
-// the launch: ascending, descending or seeded random. The first two let one warp run as far ahead of the others as its
-// barriers allow, so a missing barrier reads poison or stale data in one of them. Blocks run in the same order.
+// A thread runs until it must wait, then switches straight to the next ready thread. Which one is next is the `order`
+// of the launch: ascending, descending or seeded random. The first two let one warp run as far ahead of the others as
+// its barriers allow, so a missing barrier reads poison or stale data in one of them. Blocks run in the same order.
 //
-// What could hang on a GPU (a barrier that some threads never reach, lanes in different collectives) ends the launch with
-// a sentence that names the operation and its source line.
+// What could hang on a GPU (a barrier that some threads never reach, lanes in different collectives) ends the launch
+// with a sentence that names the operation and its source line.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../include/types.cuh"
+#include "copies.hpp"
 #include "fiber.hpp"
 #include "runtime.hpp"
 
@@ -63,19 +64,14 @@ std::string triple(long long x, long long y, long long z) {
     return "(" + std::to_string(x) + "," + std::to_string(y) + "," + std::to_string(z) + ")";
 }
 
-struct Copy {
-    void* dst;
-    const void* src;  // null: zeros
-    Site site;
-};
+std::string block() { return triple(current.block[0], current.block[1], current.block[2]); }
 
 struct Thread {
     Fiber fiber;
     const char* waits_in = nullptr;  // name of the primitive, null while it may run
     Site site{};
     bool done = false;
-    std::vector<Copy> copies;      // cp.async issued and not landed, oldest first
-    std::vector<u64> group_ends;   // prefix lengths of `copies`: the committed groups, oldest first
+    Copies copies;
 };
 
 // A warp collective, or the barrier, in progress.
@@ -88,12 +84,13 @@ struct Rendezvous {
 
 class Runtime {
    public:
-    std::string launch(void (*kernel)(void**), void** args, const unsigned* grid, int threads, u64 bytes, const Options& options);
+    std::string launch(const Kernel& kernel, void** args, const unsigned* grid, int threads, u64 bytes,
+                       const Options& options);
     void barrier(Site site);
     void collective(const char* op, Site site, void* registers, void (*compute)(void* const*));
     void copy_async(void* dst, const void* src, bool pred, Site site);
-    void copy_commit() { self().group_ends.push_back(self().copies.size()); }
-    void copy_wait(u64 newest);
+    void copy_commit() { self().copies.commit(); }
+    void copy_wait(u64 newest) { self().copies.wait(newest); }
     [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
 
    private:
@@ -134,16 +131,16 @@ class Runtime {
     [[noreturn]] void stop(const std::string& error);
     std::string stuck();
 
-    void land(const Copy& copy) const;
     void poison(void* p, u64 bytes) const;
 };
 
 Runtime runtime;
 
-// ---- launch ------------------------------------------------------------------------------------------------------------
+// ---- launch -------------------------------------------------------------------------------------
 
-std::string Runtime::launch(void (*kernel)(void**), void** args, const unsigned* grid, int threads, u64 bytes, const Options& options) {
-    kernel_ = kernel, args_ = args, options_ = options, error_.clear();
+std::string Runtime::launch(const Kernel& kernel, void** args, const unsigned* grid, int threads, u64 bytes,
+                            const Options& options) {
+    kernel_ = kernel.call, args_ = args, options_ = options, error_.clear();
     random_ = options.seed;
     if (!make_threads(threads)) return "no memory for the stacks of " + std::to_string(threads) + " threads";
     make_shared(bytes);
@@ -201,8 +198,8 @@ void Runtime::check_guard() {
 #ifndef __SANITIZE_ADDRESS__
     for (u64 i = 0; i < guard_bytes; ++i)
         if (memory_[current.shared_bytes + i] != guard_value) {
-            error_ = "shared memory overrun: byte " + std::to_string(current.shared_bytes + i) + " was written, the block has " +
-                     std::to_string(current.shared_bytes) + " (block " + triple(current.block[0], current.block[1], current.block[2]) + ")";
+            error_ = "shared memory overrun: byte " + std::to_string(current.shared_bytes + i) +
+                     " was written, the block has " + std::to_string(current.shared_bytes) + " (block " + block() + ")";
             return;
         }
 #endif
@@ -220,7 +217,6 @@ void Runtime::run_block() {
 
     for (std::size_t t = 0; t < threads_.size(); ++t) {  // abandoned where they stood: set them to begin anew
         threads_[t]->copies.clear();
-        threads_[t]->group_ends.clear();
         threads_[t]->fiber.prepare(&Runtime::entry, unsigned(t));
     }
     std::memset(ready_, 0, sizeof ready_);
@@ -238,17 +234,17 @@ void Runtime::entry() {
 // The running thread has returned from the kernel. Its fiber sleeps here until the next block.
 void Runtime::finish() {
     Thread& me = self();
-    if (!me.copies.empty())
+    if (me.copies.pending() > 0)
         fail("thread %d returned with %zu cp.async copies never waited for, the first issued at %s", current.thread,
-             me.copies.size(), text(me.copies.front().site).c_str());
-    me.group_ends.clear();
+             me.copies.pending(), text(me.copies.oldest()).c_str());
+    me.copies.clear();
     me.done = true;
     ready_[current.thread / 64] &= ~(1ull << (current.thread % 64));
     if (++done_ < current.size) next();
     else Fiber::swap(me.fiber, main_);
 }
 
-// ---- rendezvous --------------------------------------------------------------------------------------------------------
+// ---- rendezvous ---------------------------------------------------------------------------------
 
 void Runtime::barrier(Site site) {
     arrive(barrier_, "sync()", site);
@@ -272,9 +268,8 @@ void Runtime::collective(const char* op, Site site, void* registers, void (*comp
 void Runtime::arrive(Rendezvous& r, const char* op, Site site) {
     if (r.arrived == 0) r.op = op, r.site = site, r.first = current.thread;
     else if (!same(r.op, op) || !same(r.site, site))
-        fail("divergent threads: thread %d calls %s at %s while thread %d waits in %s at %s (block %s)", current.thread, op,
-             text(site).c_str(), r.first, r.op, text(r.site).c_str(),
-             triple(current.block[0], current.block[1], current.block[2]).c_str());
+        fail("divergent threads: thread %d calls %s at %s while thread %d waits in %s at %s (block %s)", current.thread,
+             op, text(site).c_str(), r.first, r.op, text(r.site).c_str(), block().c_str());
     ++r.arrived;
 }
 
@@ -289,7 +284,7 @@ void Runtime::wake(int first, int count) {
     for (int t = first; t < first + count; t += 32) ready_[t / 64] |= 0xffffffffull << (t % 64);
 }
 
-// ---- scheduling --------------------------------------------------------------------------------------------------------
+// ---- scheduling ---------------------------------------------------------------------------------
 
 // Continues with the next ready thread; returns when this one is picked again.
 void Runtime::next() {
@@ -327,7 +322,7 @@ unsigned Runtime::random(u64 below) {  // splitmix64
     return unsigned((r ^ (r >> 31)) % below);
 }
 
-// ---- errors ------------------------------------------------------------------------------------------------------------
+// ---- errors -------------------------------------------------------------------------------------
 
 void Runtime::fail(const char* format, ...) {
     char sentence[512];
@@ -350,53 +345,37 @@ std::string Runtime::stuck() {
     std::map<std::string, std::pair<int, int>> places;  // place -> (how many, the first of them)
     for (int t = 0; t < current.size; ++t) {
         const Thread& it = thread(t);
-        const std::string place = it.done ? "returned from the kernel" : std::string("wait in ") + it.waits_in + " at " + text(it.site);
+        const std::string place =
+            it.done ? "returned from the kernel" : std::string("wait in ") + it.waits_in + " at " + text(it.site);
         ++places.try_emplace(place, 0, t).first->second.first;
     }
     std::string sentence = done_ > 0 ? "early exit: " : "deadlock: ";
     for (const auto& [place, who] : places)
         sentence += std::to_string(who.first) + " of " + std::to_string(current.size) + " threads (first " +
                     std::to_string(who.second) + ") " + place + "; ";
-    return sentence + "block " + triple(current.block[0], current.block[1], current.block[2]);
+    return sentence + "block " + block();
 }
 
-// ---- asynchronous copies ------------------------------------------------------------------------------------------------
+// ---- asynchronous copies --------------------------------------------------------------------------
 
-// Late copies make both mistakes visible: a read before the wait and a refill while others still read find poison.
 void Runtime::copy_async(void* dst, const void* src, bool pred, Site site) {
     require_aligned("cp_async16 destination", dst, site);
     require_aligned("cp_async16 source", src, site);
     require_shared("cp_async16 destination", dst, 16, site);
     const Copy copy{dst, pred ? src : nullptr, site};
-    if (!options_.late_copies) return land(copy);
+    if (!options_.late_copies) return copy.land();
     poison(dst, 16);
-    self().copies.push_back(copy);
-}
-
-void Runtime::copy_wait(u64 newest) {
-    auto& copies = self().copies;
-    auto& ends = self().group_ends;
-    if (ends.size() <= newest) return;
-    const auto groups = long(ends.size() - newest), landed = long(ends[std::size_t(groups - 1)]);
-    for (long i = 0; i < landed; ++i) land(copies[std::size_t(i)]);
-    copies.erase(copies.begin(), copies.begin() + landed);
-    ends.erase(ends.begin(), ends.begin() + groups);
-    for (u64& end : ends) end -= u64(landed);
-}
-
-void Runtime::land(const Copy& copy) const {
-    if (copy.src) std::memcpy(copy.dst, copy.src, 16);
-    else std::memset(copy.dst, 0, 16);
+    self().copies.issue(copy);
 }
 
 void Runtime::poison(void* p, u64 bytes) const {
     auto* const out = static_cast<unsigned char*>(p);
-    for (u64 i = 0; i < bytes; ++i) out[i] = (unsigned char)(options_.poison >> (8 * (i % 4)));
+    for (u64 i = 0; i < bytes; i += 4) std::memcpy(out + i, &options_.poison, bytes - i < 4 ? bytes - i : 4);
 }
 
 }  // namespace
 
-// ---- runtime.hpp -------------------------------------------------------------------------------------------------------
+// ---- runtime.hpp --------------------------------------------------------------------------------
 
 void barrier(Site site) { runtime.barrier(site); }
 void collective(const char* op, Site site, void* registers, void (*compute)(void* const*)) {
@@ -409,22 +388,21 @@ void copy_wait(u64 newest) { runtime.copy_wait(newest); }
 void require_aligned(const char* what, const void* p, Site site) {
     if (reinterpret_cast<u64>(p) % 16)
         runtime.fail("%s at %s is not 16-byte aligned: address %p (thread %d, block %s)", what, text(site).c_str(), p,
-                     current.thread, triple(current.block[0], current.block[1], current.block[2]).c_str());
+                     current.thread, block().c_str());
 }
 void require_shared(const char* what, const void* p, u64 bytes, Site site) {
     const u64 offset = u64(static_cast<const unsigned char*>(p) - current.shared);  // wraps when below
     if (offset > current.shared_bytes || bytes > current.shared_bytes - offset)
         runtime.fail("%s at %s lies outside shared memory: byte %lld, the block has %llu (thread %d, block %s)", what,
-                     text(site).c_str(), (long long)offset, current.shared_bytes, current.thread,
-                     triple(current.block[0], current.block[1], current.block[2]).c_str());
+                     text(site).c_str(), (long long)offset, current.shared_bytes, current.thread, block().c_str());
 }
 
 }  // namespace vk::host
 
-// ---- C interface -------------------------------------------------------------------------------------------------------
+// ---- C interface --------------------------------------------------------------------------------
 
-// Null on success, else one sentence that stays valid until the next call. `args` points to the `count` arguments' values,
-// as for cuLaunchKernel; `sizes` are their bytes. `options` may be null. One launch at a time per library.
+// Null on success, else one sentence that stays valid until the next call. `args` points to the `count` arguments'
+// values, as for cuLaunchKernel; `sizes` are their bytes. `options` may be null. One launch at a time per library.
 extern "C" __attribute__((visibility("default"))) const char* vk_launch(
     const char* name, const unsigned* grid, const unsigned* block, unsigned long long shared_bytes, void** args,
     const unsigned* sizes, int count, const vk::host::Options* options) {
@@ -438,17 +416,20 @@ extern "C" __attribute__((visibility("default"))) const char* vk_launch(
     if (!kernel)
         error = std::string("no kernel named ") + name + " in this library";
     else if (block[0] == 0 || block[0] % 32 || block[0] > max_threads || block[1] != 1 || block[2] != 1)
-        error = "block is " + triple(block[0], block[1], block[2]) + "; allowed: (n,1,1) with n a multiple of 32 up to 1024";
-    else if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[0] > 0x7fffffffu || grid[1] > 65535u || grid[2] > 65535u)
+        error = "block is " + triple(block[0], block[1], block[2]) +
+                "; allowed: (n,1,1) with n a multiple of 32 up to 1024";
+    else if (grid[0] - 1 >= 0x7fffffffu || grid[1] - 1 >= 65535u || grid[2] - 1 >= 65535u)  // 0 wraps
         error = "grid is " + triple(grid[0], grid[1], grid[2]) + "; allowed: 1..2147483647, 1..65535, 1..65535";
     else if (shared_bytes > max_shared_bytes)
-        error = std::to_string(shared_bytes) + " bytes of shared memory asked for; allowed: " + std::to_string(max_shared_bytes);
+        error = std::to_string(shared_bytes) + " bytes of shared memory asked for; allowed: " +
+                std::to_string(max_shared_bytes);
     else if (count != kernel->parameters)
-        error = std::string(name) + " takes " + std::to_string(kernel->parameters) + " arguments; given: " + std::to_string(count);
+        error = std::string(name) + " takes " + std::to_string(kernel->parameters) + " arguments; given: " +
+                std::to_string(count);
     else if (const int wrong = first_difference(kernel->sizes, sizes, count); wrong < count)
         error = "argument " + std::to_string(wrong) + " of " + name + " has " + std::to_string(kernel->sizes[wrong]) +
                 " bytes; given: " + std::to_string(sizes[wrong]);
     else
-        error = runtime.launch(kernel->call, args, grid, int(block[0]), shared_bytes, options ? *options : Options{});
+        error = runtime.launch(*kernel, args, grid, int(block[0]), shared_bytes, options ? *options : Options{});
     return error.empty() ? nullptr : error.c_str();
 }

@@ -30,7 +30,7 @@ inline void syncwarp(Site site = Site::here()) {
     host::collective("syncwarp()", site, nullptr, nullptr);
 }
 
-// ---- bits and rounding -----------------------------------------------------------------------------------------------
+// ---- bits and rounding --------------------------------------------------------------------------
 
 VK_DEVICE float as_float(u32 x) {
     float y;
@@ -66,7 +66,7 @@ VK_DEVICE u16 bf16_round(float x) {
 VK_DEVICE u32 f16x2_round(float lo, float hi) { return f16_round(lo) | u32(f16_round(hi)) << 16; }
 VK_DEVICE u32 bf16x2_round(float lo, float hi) { return bf16_round(lo) | u32(bf16_round(hi)) << 16; }
 
-// ---- math ------------------------------------------------------------------------------------------------------------
+// ---- math ---------------------------------------------------------------------------------------
 
 VK_DEVICE float exp2(float x) { return __builtin_exp2f(x); }
 VK_DEVICE float log2f(float x) { return __builtin_log2f(x); }
@@ -79,7 +79,7 @@ VK_DEVICE float fmax(float a, float b) { return __builtin_fmaxf(a, b); }
 VK_DEVICE float fmin(float a, float b) { return __builtin_fminf(a, b); }
 VK_DEVICE float fabs(float x) { return __builtin_fabsf(x); }
 
-// ---- 16 bytes at a time ----------------------------------------------------------------------------------------------
+// ---- 16 bytes at a time -------------------------------------------------------------------------
 
 inline u128 ld128(const void* p, Site site = Site::here()) {
     host::require_aligned("ld128", p, site);
@@ -92,7 +92,7 @@ inline void st128(void* p, const u128& x, Site site = Site::here()) {
     __builtin_memcpy(p, &x, 16);
 }
 
-// ---- exchange between the 32 lanes of a warp -------------------------------------------------------------------------
+// ---- exchange between the 32 lanes of a warp ----------------------------------------------------
 
 namespace host {
 
@@ -131,7 +131,7 @@ template <class T> T shfl_down(T x, int delta, Site site = Site::here()) {
     return host::exchange<host::lane_above>("shfl_down", site, x, delta);
 }
 
-// ---- tensor core -----------------------------------------------------------------------------------------------------
+// ---- tensor core --------------------------------------------------------------------------------
 
 namespace host {
 
@@ -219,7 +219,7 @@ VK_CALL void mma16816(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site 
     });
 }
 
-// ---- asynchronous copies ---------------------------------------------------------------------------------------------
+// ---- asynchronous copies ------------------------------------------------------------------------
 
 inline void cp_async16(void* smem, const void* gmem, bool pred, Site site = Site::here()) {
     host::copy_async(smem, gmem, pred, site);

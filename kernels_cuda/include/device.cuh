@@ -25,14 +25,14 @@ VK_DEVICE int gdimz() { return int(gridDim.z); }
 VK_DEVICE void sync() { __syncthreads(); }
 VK_DEVICE void syncwarp() { __syncwarp(0xffffffffu); }
 
-// ---- exchange between the 32 lanes of a warp -------------------------------------------------------------------------
+// ---- exchange between the 32 lanes of a warp ----------------------------------------------------
 
 template <class T> VK_DEVICE T shfl(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 template <class T> VK_DEVICE T shfl_xor(T x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 template <class T> VK_DEVICE T shfl_up(T x, int delta) { return __shfl_up_sync(0xffffffffu, x, delta); }
 template <class T> VK_DEVICE T shfl_down(T x, int delta) { return __shfl_down_sync(0xffffffffu, x, delta); }
 
-// ---- bits and rounding -----------------------------------------------------------------------------------------------
+// ---- bits and rounding --------------------------------------------------------------------------
 
 VK_DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 VK_DEVICE u32 as_u32(float x) { return __float_as_uint(x); }
@@ -64,7 +64,7 @@ VK_DEVICE u32 bf16x2_round(float lo, float hi) {
     return y;
 }
 
-// ---- math ------------------------------------------------------------------------------------------------------------
+// ---- math ---------------------------------------------------------------------------------------
 
 // 2^x, error <= 2 ulp, subnormal results kept (no .ftz), exp2(-inf) = 0.
 VK_DEVICE float exp2(float x) {
@@ -95,12 +95,13 @@ VK_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 VK_DEVICE float fmin(float a, float b) { return ::fminf(a, b); }
 VK_DEVICE float fabs(float x) { return ::fabsf(x); }
 
-// ---- tensor core -----------------------------------------------------------------------------------------------------
+// ---- tensor core --------------------------------------------------------------------------------
 
 VK_DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // Lane i gives the address of row i % 8 of 8x8 matrix i / 8 (16 bytes, 16-byte aligned). Register j of lane l receives
-// elements (l/4, 2(l%4)), (l/4, 2(l%4)+1) of matrix j; `trans` transposes each matrix. x2 uses the addresses of lanes 0-15.
+// elements (l/4, 2(l%4)) and (l/4, 2(l%4)+1) of matrix j; `trans` transposes each matrix. x2 reads the addresses of
+// lanes 0..15 only.
 VK_DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
@@ -133,13 +134,13 @@ template <class T> VK_DEVICE void mma16816(float (&d)[4], const u32 (&a)[4], con
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// ---- 16 bytes at a time ----------------------------------------------------------------------------------------------
+// ---- 16 bytes at a time -------------------------------------------------------------------------
 
 // p is 16-byte aligned, in global or shared memory.
 VK_DEVICE u128 ld128(const void* p) { return *static_cast<const u128*>(p); }
 VK_DEVICE void st128(void* p, const u128& x) { *static_cast<u128*>(p) = x; }
 
-// ---- asynchronous copies ---------------------------------------------------------------------------------------------
+// ---- asynchronous copies ------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, both 16-byte aligned, past the registers. With pred false the destination is
 // filled with zeros and the source is not read. Visible to this thread after cp_async_wait, to others after a barrier.

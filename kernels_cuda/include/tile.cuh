@@ -2,18 +2,19 @@
 //
 // The accumulator of an M x N tile is float acc[M/16][N/8][4] in the layout of mma.m16n8k16, for every T:
 //   lane l, g = l/4, t = l%4:   acc[m][n][i] = C(16m + g + 8(i/2), 8n + 2t + i%2)
-// 16-bit tiles go through ldmatrix and the tensor core; float tiles are true float32, one fused multiply-add per term in
-// ascending k, each thread its own elements (no TF32). Either way the order of accumulation is fixed.
+// 16-bit tiles go through ldmatrix and the tensor core. Float tiles are true float32: one fused multiply-add per term,
+// in ascending k, each thread its own elements (no TF32). Either way the order of accumulation is fixed.
 //
-// A tile is row-major with a pitch of `pitch<T>(columns)` elements: 16 bytes beyond the row, so that eight consecutive
-// rows start in eight different 16-byte banks and neither ldmatrix nor the float path has bank conflicts. Base and pitch
-// must be multiples of 16 bytes. M, K are multiples of 16, N of 8.
+// A tile is row-major with a pitch of `pitch<T>(columns)` elements, 16 bytes beyond the row: when the columns fill an
+// even number of 16-byte pieces, eight consecutive rows start in eight different groups of four banks, and ldmatrix has
+// no bank conflicts. Base and pitch must be multiples of 16 bytes. M and K are multiples of 16, N of 8.
 #pragma once
 #include "vk.cuh"
 
 namespace vk {
 
-// How the operands of C += A B lie in shared memory. N: as written, A [m][k], B [k][n]. T: transposed, A [k][m], B [n][k].
+// How the operands of C += A B lie in shared memory, first A, then B. N: as written, A [m][k], B [k][n].
+// T: transposed, A [k][m], B [n][k].
 enum Form { NN, NT, TN, TT };
 
 template <class T> VK_DEVICE constexpr int pitch(int columns) { return columns + vec<T>; }
@@ -61,7 +62,7 @@ template <class T, int MT, int NT_> VK_DEVICE void store_acc(T* S, int ld, const
             }
 }
 
-// ---- 16-bit operands: fragments of mma16816 --------------------------------------------------------------------------
+// ---- 16-bit operands: fragments of mma16816 -----------------------------------------------------
 
 // A fragment: rows m..m+15, columns k..k+15 of A, stored [m][k], or [k][m] when transposed.
 template <bool Transposed, class T> VK_DEVICE void load_a(u32 (&a)[4], const T* A, int ld, int m, int k) {
@@ -96,7 +97,7 @@ template <class T> VK_DEVICE void acc_to_a(u32 (&a)[4], const float (&left)[4], 
     a[3] = pack2<T>(right[2], right[3]);
 }
 
-// ---- float operands ----------------------------------------------------------------------------------------------------
+// ---- float operands -----------------------------------------------------------------------------
 
 // Four consecutive k of one row (of A) or column (of B): contiguous in [row][k], strided in [k][row].
 template <bool KMajor> VK_DEVICE void load_k4(float (&x)[4], const float* P, int ld, int row, int k) {
@@ -110,7 +111,7 @@ template <bool KMajor> VK_DEVICE void load_k4(float (&x)[4], const float* P, int
     }
 }
 
-// ---- C += A B --------------------------------------------------------------------------------------------------------
+// ---- C += A B -----------------------------------------------------------------------------------
 
 // All 32 lanes of a warp call this together. The operands must have been made visible by a barrier.
 template <class T, int M, int N, int K, Form F = NN>
@@ -165,7 +166,7 @@ VK_DEVICE void warp_mma(float (&acc)[M / 16][N / 8][4], const T* A, int lda, con
     }
 }
 
-// ---- global -> shared ------------------------------------------------------------------------------------------------
+// ---- global -> shared ---------------------------------------------------------------------------
 
 // Rows x Columns elements into the tile S by `threads` threads, of which this is number `thread`: zero in rows >= rows
 // and columns >= columns, whose source is never read. Aligned 16-byte pieces travel by cp.async (the caller commits and

@@ -37,7 +37,7 @@ VK_DEVICE constexpr i64 max(i64 a, i64 b) { return a > b ? a : b; }
 VK_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 VK_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-// ---- 16-bit floats -------------------------------------------------------------------------------------------------
+// ---- 16-bit floats ------------------------------------------------------------------------------
 
 VK_DEVICE float to_float(float x) { return x; }
 VK_DEVICE float to_float(f16 x) { return f16_value(x.x); }
@@ -66,7 +66,7 @@ template <class T> VK_DEVICE void unpack2(u32 x, float& lo, float& hi) {
     hi = to_float(T{u16(x >> 16)});
 }
 
-// ---- 16 bytes at a time --------------------------------------------------------------------------------------------
+// ---- 16 bytes at a time -------------------------------------------------------------------------
 
 // How many elements 16 bytes hold: 8 of f16 and bf16, 4 of float.
 template <class T> inline constexpr int vec = 16 / int(sizeof(T));
@@ -100,7 +100,7 @@ template <class T> VK_DEVICE void st_elements(T* p, const u128& x, int count) {
         if (i < count) p[i] = get<T>(x, i);
 }
 
-// ---- warp reductions: butterfly, so every lane ends with the same bits ----------------------------------------------
+// ---- warp reductions: butterfly, so every lane ends with the same bits --------------------------
 
 VK_DEVICE float warp_sum(float x) {
 #pragma unroll

@@ -11,7 +11,8 @@ VK_KERNEL void position(i32* out) {  // [blocks, threads, 12]
     for (int i = 0; i < 12; ++i) p[i] = row[i];
 }
 
-template <class T> VK_KERNEL void convert(const float* x, T* rounded, float* back, u32* packed, float* unpacked, i32 n) {
+template <class T>
+VK_KERNEL void convert(const float* x, T* rounded, float* back, u32* packed, float* unpacked, i32 n) {
     for (int i = bidx() * nthreads() + tid(); i < n; i += gdimx() * nthreads()) {
         rounded[i] = from_float<T>(x[i]);
         back[i] = to_float(rounded[i]);
@@ -64,7 +65,8 @@ template <class T> VK_KERNEL void multiply(const u32* a, const u32* b, float* d)
     for (int i = 0; i < 4; ++i) d[4 * tid() + i] = rd[i];
 }
 
-template <class T> VK_KERNEL void elements(const T* x, T* out, const i32* counts) {  // rows of vec<T> + 1, any alignment
+// Rows of vec<T> + 1 elements, at any alignment.
+template <class T> VK_KERNEL void elements(const T* x, T* out, const i32* counts) {
     const int i = tid() * (vec<T> + 1);
     u128 v = ld_elements(x + i, counts[tid()]);
     for (int e = 0; e < vec<T>; ++e) set<T>(v, e, get<T>(v, e));
@@ -115,7 +117,8 @@ VK_KERNEL void integers(const i32* x, i32* out) {
 }
 
 // C = C0 + A B, A and B in the form F, read and written in global memory as dense matrices.
-template <class T, int M, int N, int K, Form F> VK_KERNEL void product(const T* A, const T* B, const float* C0, float* C) {
+template <class T, int M, int N, int K, Form F>
+VK_KERNEL void product(const T* A, const T* B, const float* C0, float* C) {
     VK_DYN_SHARED(smem);
     constexpr bool ta = F == TN || F == TT, tb = F == NT || F == TT;
     constexpr int ar = ta ? K : M, ac = ta ? M : K, br = tb ? N : K, bc = tb ? K : N;

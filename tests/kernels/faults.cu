@@ -1,4 +1,4 @@
-// Kernels with one planted fault each, and their healthy forms: what the host runtime must see, and what it must let pass.
+// Kernels with one planted fault each, and their healthy forms: what the host runtime must see and must let pass.
 #include "tile.cuh"
 
 namespace vk {

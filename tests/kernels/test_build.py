@@ -1,0 +1,318 @@
+"""Compilers, cache and the search for kernels: what they make, what they say when they cannot."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from ctypes import c_int32
+from pathlib import Path
+
+import launching
+import numpy as np
+import pytest
+from launching import CONFORMANCE, DTYPES, cuda_available, launch
+
+from kernels_cuda import build, cache, host_build, modules, nvrtc, sources
+from kernels_cuda.instances import INSTANCES
+
+PRODUCTS = tuple(f"product<{name},32,24,48,{form}>" for name in DTYPES for form in ("NT", "TN"))
+
+needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="no NVRTC library")
+needs_nvcc = pytest.mark.skipif(build._nvcc() is None, reason="no nvcc")
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VERIKDA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def no_memory() -> Iterator[None]:
+    """Forget which compiler was found, before and after."""
+    host_build.compiler.cache_clear()
+    yield
+    host_build.compiler.cache_clear()
+
+
+# ---- GPU code ------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", build.ARCHES)
+def test_products_compile_for_every_architecture_without_spills(arch: str) -> None:
+    for instance in PRODUCTS:
+        made = build.build(instance, arch, source=CONFORMANCE)
+        assert made.path.read_bytes()[:4] == b"\x7fELF"
+        assert "product" in made.symbol
+        assert made.resources is not None
+        assert 0 < made.resources.registers <= 255
+        assert made.resources.spill_stores == made.resources.spill_loads == made.resources.stack == 0
+        assert made.resources.shared == 0, "static shared memory is not poisoned on the host"
+
+
+@needs_nvrtc
+def test_every_conformance_kernel_compiles_for_the_gpu() -> None:
+    for instance in launching.INSTANCES:
+        if not instance.startswith("product"):
+            build.build(instance, "sm_90a", source=CONFORMANCE)
+
+
+@needs_nvrtc
+@pytest.mark.skipif(not INSTANCES, reason="no instance is listed yet")
+def test_listed_instances_are_kernels_of_this_package() -> None:
+    for instance in INSTANCES:
+        assert sources.source_of(instance).suffix == ".cu"
+
+
+@needs_nvrtc
+def test_subnormals_are_kept_and_the_flags_say_so() -> None:
+    kept = build.build("math", "sm_90a", source=CONFORMANCE)
+    assert "--ftz=false" in kept.flags
+    assert not any("fast_math" in flag for flag in kept.flags)
+    lost = build.build("math", "sm_90a", source=CONFORMANCE, flags=("--ftz=true",))
+    assert kept.path.read_bytes() != lost.path.read_bytes(), "the flag reaches the compiler"
+
+
+@needs_nvrtc
+@needs_nvcc
+def test_nvcc_stands_in_for_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_nvrtc = [build.build(i, "sm_90a", source=CONFORMANCE) for i in ("position", "product<bf16,16,8,16,NN>")]
+    monkeypatch.setattr(nvrtc, "version", lambda: "")
+    for other in by_nvrtc:
+        made = build.build(other.instance, "sm_90a", source=CONFORMANCE)
+        assert made.compiler.startswith("nvcc")
+        assert made.symbol == other.symbol
+        assert made.resources is not None
+
+
+def test_no_gpu_compiler_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "version", lambda: "")
+    monkeypatch.setattr(build, "_nvcc", lambda: None)
+    with pytest.raises(host_build.CompileError, match="needs NVRTC or nvcc; install nvidia-cuda-nvrtc"):
+        build.build("position", "sm_90a", source=CONFORMANCE)
+
+
+@needs_nvrtc
+def test_a_refused_kernel_carries_the_compilers_words() -> None:
+    with pytest.raises(host_build.CompileError, match="M and K are multiples of 16, N of 8"):
+        build.build("product<bf16,16,8,17,NN>", "sm_90a", source=CONFORMANCE)
+    with pytest.raises(host_build.CompileError, match="sm_12345"):
+        build.build("position", "sm_12345", source=CONFORMANCE)
+
+
+def test_ptxas_log() -> None:
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1av' for 'sm_90a'
+ptxas info    : Function properties for _Z1av
+ptxas         .     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 16 bytes cumulative stack size, 1024 bytes smem
+ptxas info    : Compiling entry function '_Z1bv' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers
+"""
+    found = build.parse_resources(log)
+    assert found["_Z1av"] == build.Resources(registers=255, spill_stores=8, spill_loads=12, stack=16, shared=1024)
+    assert found["_Z1bv"] == build.Resources(registers=8, spill_stores=0, spill_loads=0, stack=0, shared=0)
+
+
+@pytest.mark.skipif(cuda_available(), reason="there is a device")
+def test_no_device() -> None:
+    pytest.importorskip("cupy")
+    with pytest.raises(modules.LaunchError, match=r"no CUDA device is available; use load\('host'\)"):
+        modules.load("cuda")
+
+
+# ---- host code -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_memory")
+@pytest.mark.parametrize(("cxx", "path"), [("no-such-compiler", None), (None, "")])
+def test_no_host_compiler(monkeypatch: pytest.MonkeyPatch, cxx: str | None, path: str | None) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if cxx:
+        monkeypatch.setenv("CXX", cxx)
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+    found = "CXX=no-such-compiler is not a C" if cxx else r"neither g\+\+ nor clang\+\+ is on PATH"
+    with pytest.raises(host_build.CompileError, match=rf"needs a C\+\+17 compiler, and {found}"):
+        host_build.compiler()
+
+
+def test_a_refused_host_kernel_carries_the_compilers_words() -> None:
+    with pytest.raises(host_build.CompileError, match="M and K are multiples of 16, N of 8"):
+        host_build.build(["product<bf16,16,8,17,NN>"], source=CONFORMANCE)
+
+
+def test_unknown_sanitizer() -> None:
+    with pytest.raises(ValueError, match="sanitize is 'thread'; allowed: None or 'address'"):
+        host_build.build(["position"], source=CONFORMANCE, sanitize="thread")
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend is 'tpu'; allowed: 'cuda', 'host'"):
+        modules.load("tpu")  # type: ignore[arg-type]
+
+
+def test_importing_is_light() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, kernels_cuda.modules as m; print({'cupy', 'torch'} & {*sys.modules})"],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.strip() == "set()"
+
+
+# ---- cache ---------------------------------------------------------------------------------------
+
+
+def counted(text: str) -> tuple[list[int], object]:
+    calls: list[int] = []
+
+    def make(artifact: Path) -> dict[str, int]:
+        calls.append(1)
+        artifact.write_text(text)
+        return {"answer": 42}
+
+    return calls, make
+
+
+def test_built_once_per_key(empty_cache: Path) -> None:
+    calls, make = counted("x")
+    first = cache.fetch({"a": 1}, "file", make)  # type: ignore[arg-type]
+    again = cache.fetch({"a": 1}, "file", make)  # type: ignore[arg-type]
+    assert first == again == (first[0], {"answer": 42})
+    assert first[0].is_relative_to(empty_cache)
+    assert len(calls) == 1
+    other = cache.fetch({"a": 2}, "file", make)  # type: ignore[arg-type]
+    assert other[0] != first[0]
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("damage", ["artifact", "truncated", "meta", "missing"])
+def test_damaged_entries_are_rebuilt(empty_cache: Path, damage: str) -> None:
+    calls, make = counted("sound")
+    path, _ = cache.fetch({}, "file", make)  # type: ignore[arg-type]
+    if damage == "artifact":
+        path.write_text("sOund")
+    elif damage == "truncated":
+        path.write_text("")
+    elif damage == "meta":
+        (path.parent / "meta.json").write_text("{")
+    else:
+        path.unlink()
+    path, kept = cache.fetch({}, "file", make)  # type: ignore[arg-type]
+    assert path.read_text() == "sound"
+    assert kept == {"answer": 42}
+    assert len(calls) == 2
+    assert len(list(empty_cache.iterdir())) == 1, "nothing is left lying about"
+
+
+def test_failed_builds_leave_nothing(empty_cache: Path) -> None:
+    def fail(artifact: Path) -> dict[str, int]:
+        artifact.write_text("half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        cache.fetch({}, "file", fail)
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_a_faster_process_wins(empty_cache: Path) -> None:
+    def slow(artifact: Path) -> dict[str, int]:
+        cache.fetch({}, "file", counted("first")[1])  # type: ignore[arg-type]
+        artifact.write_text("second")
+        return {"answer": 0}
+
+    path, kept = cache.fetch({}, "file", slow)
+    assert path.read_text() == "first"
+    assert kept == {"answer": 42}
+    assert len(list(empty_cache.iterdir())) == 1
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERIKDA_CACHE", str(tmp_path / "chosen"))
+    assert cache.cache_dir() == tmp_path / "chosen"
+    monkeypatch.delenv("VERIKDA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.cache_dir() == tmp_path / "xdg" / "verikda"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.cache_dir() == tmp_path / "home" / ".cache" / "verikda"
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("VERIKDA_CACHE", str(tmp_path / "taken"))
+    with pytest.raises(OSError, match="set VERIKDA_CACHE to a writable directory"):
+        cache.cache_dir()
+
+
+def test_a_changed_header_is_compiled_anew(empty_cache: Path, tmp_path: Path) -> None:
+    source, header = tmp_path / "twice.cu", tmp_path / "factor.cuh"
+    source.write_text(
+        '#include "factor.cuh"\nnamespace vk { VK_KERNEL void scaled(float* x, i32 n) { x[tid()] *= factor * n; } }\n'
+    )
+    for factor in (2, 3):
+        header.write_text(f'#pragma once\n#include "vk.cuh"\nnamespace vk {{ constexpr float factor = {factor}; }}\n')
+        (x,) = launch(modules.Host(source=source), "scaled", np.ones(32, np.float32), c_int32(1))
+        assert (x == factor).all()
+
+
+# ---- sources -------------------------------------------------------------------------------------
+
+
+def test_kernels_are_found_by_name(tmp_path: Path) -> None:
+    source = tmp_path / "some.cu"
+    source.write_text(
+        "VK_KERNEL void one(int a) {}\n"
+        "template <class T, int N>\nVK_KERNEL_BOUNDS(N * 32, (Shape<T, N>::blocks())) void two(T* a) {}\n"
+        "VK_KERNEL_BOUNDS(128, 1)\nvoid three() {}\n"
+        "VK_DEVICE void helper(int a) {}\n"
+    )
+    assert sources.kernels_in(source) == ("one", "two", "three")
+
+
+@pytest.mark.parametrize(
+    ("instance", "name"), [("a", "a"), ("a<bf16,64>", "a"), ("vk::a<vk::bf16, 64>", "a"), (" a<b<c>> ", "a")]
+)
+def test_base_names(instance: str, name: str) -> None:
+    assert sources.base_name(instance) == name
+
+
+def test_names_that_are_none() -> None:
+    with pytest.raises(ValueError, match="'a b' is no kernel name"):
+        sources.base_name("a b")
+    with pytest.raises(ValueError, match="no kernel named nothing; known kernels: "):
+        sources.source_of("nothing<float>")
+
+
+def test_one_name_in_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.cu", "b.cu"):
+        (tmp_path / name).write_text("VK_KERNEL void same() {}")
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "_directory", sources._directory.__wrapped__)
+    with pytest.raises(ValueError, match=r"kernel same is defined in a.cu and in b.cu; rename one"):
+        sources.source_of("same")
+
+
+def test_the_hash_follows_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sources.source_hash()
+    assert re.fullmatch(r"[0-9a-f]{16}", before)
+    for folder in ("include", "host", "."):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    files = {"a.cu": "1", "b.cuh": "1", "include/c.cuh": "1", "host/d.hpp": "1", "host/e.cpp": "1"}
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "INCLUDE", tmp_path / "include")
+    monkeypatch.setattr(sources, "HOST", tmp_path / "host")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    seen = {before, sources.source_hash()}
+    for name in files:
+        (tmp_path / name).write_text("2")
+        seen.add(sources.source_hash())
+    assert len(seen) == 2 + len(files)
+
+
+def test_texts_follow_includes() -> None:
+    found = sources.texts(CONFORMANCE)
+    expected = {"conformance.cu", "include/tile.cuh", "include/vk.cuh", "include/device.cuh", "host/twin.hpp"}
+    assert expected <= set(found)
