@@ -59,6 +59,10 @@ class Operations:
         """One rounding to float32: an elementwise result that is kept."""
         return x
 
+    def either(self, a: Floats, b: Floats) -> Floats:
+        """One of two values that an honest implementation may use: a, and in every other stochastic run b."""
+        return a
+
     def function(self, x: Floats) -> Floats:
         """A division, root or logarithm as float32 functions give it: exact to about 2 ulp."""
         return x
@@ -140,6 +144,14 @@ class StochasticOperations(Operations):
         if not self._salts:
             self._salts = list(self.rng.integers(0, 1 << 32, (64, self.runs or 1, 1, 1, 1), np.uint32))
         return self._salts.pop()
+
+    def either(self, a: Floats, b: Floats) -> Floats:
+        a, b = np.broadcast_arrays(a, b)
+        if a.ndim == 3:
+            return a
+        mixed = a.copy()
+        mixed[1::2] = b[1::2]
+        return mixed
 
     def site(self, name: str, x: Floats) -> Floats:
         if name not in self.contract.sites:

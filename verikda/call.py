@@ -60,6 +60,9 @@ class Result:
 class Capabilities:
     """What a target says it supports; a call outside is never made.
 
+    `shape_invariant` promises that shapes and strides without meaning (batch, packing, length, memory layout) change
+    no bit. Functions made of library products and sums cannot promise it, because the order of summation there
+    follows the shape: False has those relations judged under the noise floor.
     Defaults describe a complete implementation. `refuse` explains a limit to the user.
     """
 
@@ -85,6 +88,7 @@ class Capabilities:
     state_v_first: bool = True
     recompute: bool = True
     hard_reset: bool = True
+    shape_invariant: bool = True
     g_dtypes: tuple[str, ...] = ("same", "float32")
     beta_dtypes: tuple[str, ...] = ("same", "float32")
     notes: Mapping[str, str] = field(default_factory=dict)

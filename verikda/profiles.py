@@ -1,29 +1,49 @@
-"""Hypothesis profiles of this package. Nothing happens at import; call `register`."""
+"""Budgets by name, for `verikda check`, for the pytest plugin and as Hypothesis profiles for users' own tests.
+
+Nothing happens at import; `register` hands the profiles to Hypothesis.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-NAMES = ("dev", "ci", "gpu", "nightly", "hunt")
+
+@dataclass(frozen=True)
+class Profile:
+    """A budget.
+
+    Attributes
+    ----------
+    cases : how many in all.
+    stratified : how many of them are the fixed start in which every regime, dtype, flag and length class appears.
+    turns : checks per case beside those that cost no further call.
+    stored : whether Hypothesis keeps failures of users' own tests in its database.
+    purpose : one line.
+    """
+
+    cases: int
+    stratified: int
+    turns: int
+    stored: bool
+    purpose: str
+
+
+PROFILES = {
+    "dev": Profile(60, 40, 2, True, "a look while developing"),
+    "ci": Profile(250, 100, 2, False, "the same cases in every run: red means that the change did it"),
+    "gpu": Profile(1000, 200, 3, True, "a machine with a GPU"),
+    "nightly": Profile(10_000, 400, 3, True, "many new cases"),
+    "hunt": Profile(2_000, 200, 1, True, "the worst case: enough for Hypothesis to climb (below 1000 it has one pass)"),
+}
 
 
 def register(database: str | os.PathLike[str] | None = ".hypothesis/examples") -> None:
-    """Register the profiles `NAMES`; load one with `hypothesis.settings.load_profile`.
-
-    ========  =====  ===========================================================================
-    profile   cases  for
-    ========  =====  ===========================================================================
-    dev          50  a developer's machine; failures are kept in `database` and run first
-    ci          100  the same cases in every run, nothing stored: red means the change did it
-    gpu         300  a machine with a GPU
-    nightly   10000  new cases every night, failures kept
-    hunt       2000  looking for the worst case: enough for `hypothesis.target` to climb
-                     (below 1000 cases it gets a single pass)
-    ========  =====  ===========================================================================
+    """Register `PROFILES` with Hypothesis; load one with `hypothesis.settings.load_profile`.
 
     No profile has a deadline: a first call compiles kernels, and shared machines stall.
 
@@ -31,11 +51,14 @@ def register(database: str | os.PathLike[str] | None = ".hypothesis/examples") -
     ----------
     database : folder of found failures, None to store nothing.
     """
-    common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False)
+    common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False, database=None)
     # without a folder, settings need an explicit None: leaving it out means Hypothesis' own default folder
-    stored = settings(common, database=None if database is None else DirectoryBasedExampleDatabase(Path(database)))
-    settings.register_profile("dev", stored, max_examples=50)
-    settings.register_profile("ci", common, max_examples=100, derandomize=True, database=None)
-    settings.register_profile("gpu", stored, max_examples=300)
-    settings.register_profile("nightly", stored, max_examples=10_000)
-    settings.register_profile("hunt", stored, max_examples=2_000)
+    kept = None if database is None else DirectoryBasedExampleDatabase(Path(database))
+    for name, profile in PROFILES.items():
+        settings.register_profile(
+            name,
+            common,
+            max_examples=profile.cases,
+            derandomize=not profile.stored,
+            database=kept if profile.stored else None,
+        )

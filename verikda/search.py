@@ -16,7 +16,8 @@ from verikda.checks import BY_NAME, CHECKS, Check
 from verikda.finding import Finding
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
-from verikda.strategies import cases, event_labels, permits, stratified
+from verikda.permits import permits
+from verikda.strategies import cases, labels, stratified
 from verikda.targets.base import Target
 
 
@@ -176,7 +177,7 @@ class Search:
             if not self._left():
                 return
             report = self._try(case)
-            for label in event_labels(case):
+            for label in labels(case):
                 hypothesis.event(label)
             for output, ratio in sorted(self._ratios(report).items()):
                 target(math.log10(min(max(ratio, 1e-3), 1e12)), label=output)

@@ -6,10 +6,16 @@ every case; of the others a few take turns on each case.
 
 from __future__ import annotations
 
-from verikda.checks import causal, memory, structure, values
+from verikda.checks import adjoint, causal, memory, structure, values
 from verikda.checks.base import Check, Context, Failure, Outcome, Verdict
 
-CHECKS: tuple[Check, ...] = (*values.CHECKS, *causal.CHECKS, *structure.CHECKS, *memory.CHECKS)
+CHECKS: tuple[Check, ...] = (
+    *values.CHECKS,
+    *adjoint.CHECKS,
+    *causal.CHECKS,
+    *structure.CHECKS,
+    *memory.CHECKS,
+)
 BY_NAME = {check.name: check for check in CHECKS}
 FREE = ("floor", "inputs_unchanged", "empty_passthrough", "padding_rows")
 

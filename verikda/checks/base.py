@@ -183,6 +183,35 @@ def outcome(check: str, failures: list[Failure], **more: object) -> Outcome:
     return Outcome(check, "fail" if failures else "pass", tuple(failures), **more)  # type: ignore[arg-type]
 
 
+def same(
+    ctx: Context,
+    check: str,
+    expected: Mapping[str, Array],
+    actual: Mapping[str, Array],
+    what: str,
+    names: tuple[str, ...] | None,
+    judged: tuple[Result, Call],
+) -> Outcome:
+    """Bitwise equality across shapes and layouts; under the floor for a target that is not `shape_invariant`.
+
+    Parameters
+    ----------
+    judged : the other call and its result, judged by value where bits differ and need not agree.
+    """
+    result, call = judged
+    failures = compare(check, expected, actual, result.dtypes, what, names)
+    missing = any(f.coordinate is None for f in failures)
+    if not failures or ctx.capabilities.shape_invariant or missing:
+        return outcome(check, failures)
+    judgement = ctx.judge(result, call)
+    wrong = tuple(
+        Failure(check, v.output, f"{what}: {v.message}", v.coordinate, v.expected, v.actual, v.dtype, v.ratio)
+        for v in judgement.outputs.values()
+        if v.verdict == "fail"
+    )
+    return Outcome(check, judgement.verdict, wrong, {}, judgement.detail)
+
+
 def with_problem(call: Call, **changes: object) -> Call:
     """The call with some of its problem's fields replaced."""
     return replace(call, problem=replace(call.problem, **changes))  # type: ignore[arg-type]

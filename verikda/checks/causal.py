@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from oracles.problem import Array
-from verikda.checks.base import Check, Context, Failure, Outcome, bitwise, compare, outcome
+from verikda.checks.base import Check, Context, Failure, Outcome, bitwise, outcome, same
 from verikda.checks.transform import STATE_OUTPUTS, TOKEN_OUTPUTS, TOKENS, disturb_after, silence_after
 from verikda.checks.values import can_split, run_split
 
@@ -74,13 +74,12 @@ def _length(ctx: Context) -> Outcome:
     rows: dict[str, object] = {n: getattr(quiet.problem, n)[:, :cut] for n in TOKENS if getattr(p, n) is not None}
     if p.cu_seqlens is not None:
         rows["cu_seqlens"] = np.array([0, cut])
-    part = ctx.run(replace(quiet, problem=replace(quiet.problem, **rows)))  # type: ignore[arg-type]
+    shorter = replace(quiet, problem=replace(quiet.problem, **rows))  # type: ignore[arg-type]
+    part = ctx.run(shorter)
     expected: dict[str, Array] = {n: x[:, :cut] if n in TOKEN_OUTPUTS else x for n, x in whole.outputs.items()}
     names = tuple(n for n in expected if n in (*TOKEN_OUTPUTS, "dh0"))
-    return outcome(
-        "length",
-        compare("length", expected, part.outputs, whole.dtypes, f"only the first {cut} tokens given", names),
-    )
+    what = f"only the first {cut} tokens given"
+    return same(ctx, "length", expected, part.outputs, what, names, (part, shorter))
 
 
 def _can_split_on_grid(ctx: Context) -> str | None:
@@ -98,10 +97,9 @@ def _split_aligned(ctx: Context) -> Outcome:
     cut = chunk * max(1, (stop - start - 1) // chunk // 2)
     outputs, dtypes = run_split(ctx, cut)
     names = tuple(n for n in (*TOKEN_OUTPUTS, *STATE_OUTPUTS) if n in outputs)
-    return outcome(
-        "split_aligned",
-        compare("split_aligned", ctx.result.outputs, outputs, dtypes, f"cut at chunk boundary {cut}", names),
-    )
+    joined = replace(ctx.result, outputs=outputs, dtypes=dtypes)
+    what = f"cut at chunk boundary {cut}"
+    return same(ctx, "split_aligned", ctx.result.outputs, outputs, what, names, (joined, ctx.call))
 
 
 CHECKS = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from verikda.call import Call
-from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome
+from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome, same
 from verikda.checks.transform import TOKENS
 from verikda.checks.values import from_judgement
 
@@ -50,16 +50,15 @@ def _has_layouts(ctx: Context) -> str | None:
 
 
 def _views(ctx: Context) -> Outcome:
-    failures: list[Failure] = []
     for layout in ctx.capabilities.layouts:
         if layout != ctx.call.layout:
-            got = ctx.run(replace(ctx.call, layout=layout))
-            failures += compare(
-                "views", ctx.result.outputs, got.outputs, got.dtypes, f"{layout} inputs instead of {ctx.call.layout}"
-            )
-        if failures:
-            break
-    return outcome("views", failures)
+            other = replace(ctx.call, layout=layout)
+            got = ctx.run(other)
+            what = f"{layout} inputs instead of {ctx.call.layout}"
+            out = same(ctx, "views", ctx.result.outputs, got.outputs, what, None, (got, other))
+            if out.verdict != "pass":
+                return out
+    return Outcome("views", "pass")
 
 
 def other_call(ctx: Context) -> Call | None:

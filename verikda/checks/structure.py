@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from oracles.arithmetic import Nearest
 from oracles.chunked import emulate
 from oracles.problem import Array
-from oracles.rounding import Nearest
 from verikda.call import Call
-from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome, with_problem
+from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome, same, with_problem
 from verikda.checks.transform import (
     STATE_OUTPUTS,
     TOKEN_OUTPUTS,
@@ -83,19 +83,21 @@ def _packed_separate(ctx: Context) -> Outcome:
     p = ctx.call.problem
     lengths = [stop - start for _, start, stop in p.spans]
     chosen = sorted({0, int(np.argmax(lengths)), len(lengths) - 1})
-    failures: list[Failure] = []
     for i in chosen:
         if lengths[i] == 0:
             continue
-        alone = ctx.run(replace(ctx.call, problem=unpacked(pick(p, [p.spans[i]], [i]))))
+        single = replace(ctx.call, problem=unpacked(pick(p, [p.spans[i]], [i])))
+        alone = ctx.run(single)
         expected = gather_rows(ctx.result.outputs, [p.spans[i]])
         for name in STATE_OUTPUTS:
             if name in ctx.result.outputs and name in alone.outputs:
                 expected[name] = ctx.result.outputs[name][i : i + 1]
         names = tuple(n for n in expected if n in _PER_TOKEN_AND_STATE)
         what = f"sequence {i} of the pack, against the same sequence alone"
-        failures += compare("packed_separate", alone.outputs, expected, alone.dtypes, what, names)
-    return outcome("packed_separate", failures)
+        out = same(ctx, "packed_separate", alone.outputs, expected, what, names, (alone, single))
+        if out.verdict != "pass":
+            return out
+    return Outcome("packed_separate", "pass")
 
 
 def _has_empty(ctx: Context) -> str | None:
@@ -146,13 +148,11 @@ def _is_grouped(ctx: Context) -> str | None:
 
 
 def _grouped_repeated(ctx: Context) -> Outcome:
-    repeated = ctx.run(replace(ctx.call, problem=repeat_heads(ctx.call.problem)))
+    more_heads = replace(ctx.call, problem=repeat_heads(ctx.call.problem))
+    repeated = ctx.run(more_heads)
     names = tuple(n for n in ctx.result.outputs if n not in ("dq", "dk"))
-    return outcome(
-        "grouped_repeated",
-        compare("grouped_repeated", repeated.outputs, ctx.result.outputs, repeated.dtypes,
-                "grouped value heads, against q and k repeated for each", names),
-    )
+    what = "grouped value heads, against q and k repeated for each"
+    return same(ctx, "grouped_repeated", repeated.outputs, ctx.result.outputs, what, names, (repeated, more_heads))
 
 
 _FACTOR = -2.0
@@ -235,10 +235,10 @@ def _integers(ctx: Context) -> Outcome:
     call = integer_call(ctx.call, 1.0 if ctx.capabilities.scale else K**-0.5)
     truth = ctx.truth_of(call)
     contract = ctx.target.contract(call)
-    model = emulate(call.problem, contract, Nearest(contract), backward=call.backward).outputs
     got = ctx.run(call)
+    model = emulate(call.problem, contract, Nearest(), backward=call.backward, output_dtypes=got.dtypes).outputs
     expected = {n: round_to(x, got.dtypes[n]) for n, x in truth.items() if n in got.outputs}
-    exact = tuple(n for n in expected if np.array_equal(round_to(model[n], got.dtypes[n]), expected[n]))
+    exact = tuple(n for n in expected if np.array_equal(model[n], expected[n]))
     if not exact:
         return Outcome("integers", "inconclusive", detail="the contract itself is not exact on these integers")
     return outcome(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from oracles.problem import Array
-from verikda.call import Call
+from verikda.call import Call, Malformed
 from verikda.checks.base import Check, Context, Failure, Outcome
 from verikda.checks.transform import TOKEN_OUTPUTS, TOKENS
 from verikda.floor import Judgement
@@ -29,7 +29,29 @@ def from_judgement(check: str, judgement: Judgement, detail: str = "") -> Outcom
     return Outcome(check, judgement.verdict, failures, ratios, detail or judgement.detail)
 
 
+def promised(ctx: Context) -> tuple[str, ...]:
+    """Outputs that the target's capabilities say this call returns."""
+    p = ctx.call.problem
+    names = ["o"] + ["ht"] * (ctx.capabilities.initial_state or ctx.capabilities.dht)
+    if ctx.call.backward:
+        given = [n for n in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias") if getattr(p, n) is not None]
+        names += [f"d{n}" for n in given]
+    return tuple(names)
+
+
 def _floor(ctx: Context) -> Outcome:
+    missing = tuple(
+        Failure(
+            "floor",
+            name,
+            f"{name} is missing: the target declares it but did not return it (a forward-only function says so with "
+            'verikda_capabilities = {"backward": False})',
+        )
+        for name in promised(ctx)
+        if name not in ctx.result.outputs
+    )
+    if missing:
+        return Outcome("floor", "fail", missing)
     return from_judgement("floor", ctx.judge(ctx.result))
 
 
@@ -90,12 +112,16 @@ def run_split(ctx: Context, cut: int) -> tuple[dict[str, Array], dict[str, str]]
         second["cu_seqlens"] = np.array([0, stop - start - cut])
 
     def run(tokens: dict[str, object], backward: bool, **states: object) -> Call:
-        return replace(call, backward=backward, problem=replace(p, **{**tokens, **states}))  # type: ignore[arg-type]
+        dtypes = {**call.dtypes, "h0": "float32", "dht": "float32"}
+        problem = replace(p, **{**tokens, **states})  # type: ignore[arg-type]
+        return replace(call, backward=backward, dtypes=dtypes, problem=problem)
 
     carried = ctx.run(run(first, False, dht=None))
     after = ctx.run(run(second, call.backward, h0=carried.outputs["ht"]))
     before = carried
     if call.backward:
+        if "dh0" not in after.outputs:
+            raise Malformed("an initial state was given, but no gradient of it came back")
         before = ctx.run(run(first, True, dht=after.outputs["dh0"]))
     outputs = {}
     for name in TOKEN_OUTPUTS:

@@ -38,7 +38,7 @@ class Emulator:
     @property
     def capabilities(self) -> Capabilities:
         """Everything that a Call can say."""
-        return Capabilities()
+        return Capabilities(shape_invariant=False)
 
     def contract(self, call: Call) -> Contract:
         """The contract for the dtype and chunk size of this call."""

@@ -33,6 +33,7 @@ def chunked() -> TorchFunction:
         chunk_sizes=(32, 64),
         max_k=256,
         hard_reset=False,
+        shape_invariant=True,
         notes={
             "dtypes": "float32 inputs run through TF32 products, which is no float32 contract",
             "chunk_sizes": "chunk_kda accepts 32 and 64",

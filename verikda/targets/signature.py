@@ -57,6 +57,8 @@ class Signature:
             gates += ("softplus", "bounded") if self.has("lower_bound") else ("softplus",)
         packed = self.has("cu_seqlens")
         return Capabilities(
+            # Bit equality across shapes is a promise, not a feature of a signature.
+            shape_invariant=False,
             chunk_sizes=(16, 32, 64) if self.has("chunk_size") else (64,),
             rules=("kda",) if self.has("g") else ("delta",),
             gates=gates,

@@ -1,0 +1,361 @@
+"""Strategies draw valid cases only, reach everything they promise, and shrink to the simplest.
+
+Whether a case lies within the capabilities of a target is judged here by a table of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import HealthCheck, find, given, settings
+from hypothesis import strategies as st
+
+from oracles.recurrence import is_stable
+from verikda import knobs, profiles, regimes
+from verikda.call import Capabilities
+from verikda.case import H0, LAYOUTS, Case
+from verikda.inputs import make_call
+from verikda.strategies import cases, describe, labels, length_class, stratified
+
+SMALL = Capabilities(
+    dtypes=("bfloat16",), chunk_sizes=(64,), rules=("delta",), gates=(), layouts=("contiguous",), max_k=16, max_v=8,
+    grouped=False, packed=False, empty=False, tail_padding=False, initial_state=False, backward=False, dht=False,
+    scale=False, qk_l2norm=False, beta_sigmoid=False, allow_neg_eigval=False, safe_gate=False, state_v_first=False,
+    recompute=False, hard_reset=False, g_dtypes=("float32",), beta_dtypes=("same",),
+)  # fmt: skip
+
+
+def outside(case: Case, c: Capabilities) -> list[str]:
+    """Names of the capabilities that `case` goes beyond."""
+    kda = case.rule == "kda"
+    used = {
+        "dtypes": case.dtype in c.dtypes,
+        "chunk_sizes": case.chunk_size in c.chunk_sizes,
+        "rules": case.rule in c.rules,
+        "gates": not kda or case.gate in c.gates,
+        "layouts": case.layout in c.layouts,
+        "max_k": c.max_k >= case.K,
+        "max_v": c.max_v >= case.V,
+        "grouped": c.grouped or case.groups == 1,
+        "packed": c.packed or not case.packed,
+        "empty": c.empty or 0 not in case.lengths,
+        "tail_padding": c.tail_padding or case.tail_padding == 0,
+        "initial_state": c.initial_state or case.h0 == "none",
+        "dht": (c.dht and c.backward) or not case.dht,
+        "scale": c.scale or case.scale is None,
+        "qk_l2norm": c.qk_l2norm or not case.qk_l2norm,
+        "beta_sigmoid": c.beta_sigmoid or not case.beta_sigmoid,
+        "allow_neg_eigval": c.allow_neg_eigval or not case.allow_neg_eigval,
+        "safe_gate": c.safe_gate or not case.safe_gate,
+        "state_v_first": c.state_v_first or not case.state_v_first,
+        "recompute": c.recompute or case.recompute,
+        "hard_reset": c.hard_reset or not kda or case.gate_regime != "reset",
+        "g_dtypes": not kda or case.g_dtype in c.g_dtypes,
+        "beta_dtypes": case.beta_dtype in c.beta_dtypes,
+    }
+    return [name for name, fine in used.items() if not fine]
+
+
+def subsets(options: tuple) -> st.SearchStrategy[tuple]:
+    return st.sets(st.sampled_from(options), min_size=1).map(lambda s: tuple(x for x in options if x in s))
+
+
+_FULL = Capabilities()
+capabilities = st.builds(
+    Capabilities,
+    **{
+        f.name: st.booleans() if isinstance(f.default, bool) else subsets(f.default)
+        for f in fields(Capabilities)
+        if isinstance(f.default, (bool, tuple))
+    },
+    max_k=st.sampled_from([1, 16, 64, 256]),
+    max_v=st.sampled_from([1, 16, 64, 256]),
+)
+
+
+def test_the_judge_sees_every_capability() -> None:
+    """Every limit of a minimal target is broken by some case of a complete one, and by none of its own."""
+    broken = {name for case in stratified(n=100) for name in outside(case, SMALL)}
+    assert broken >= {f.name for f in fields(Capabilities)} - {"notes", "backward"}
+    assert all(outside(case, SMALL) == [] for case in stratified(SMALL, 50))
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+@given(cases())
+def test_cases_are_valid_stable_and_within_limits(case: Case) -> None:
+    assert is_stable(make_call(case).problem)
+    assert sum(case.lengths) <= 160
+    assert max(case.K, case.V) <= 64
+    assert case.HV <= 4
+    assert case.HV * case.K * case.V <= 8192
+    assert len(labels(case)) == 10
+    assert "\n" not in describe(case)
+
+
+@settings(
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(st.data(), capabilities)
+def test_cases_stay_within_any_capabilities(data: st.DataObject, c: Capabilities) -> None:
+    if c.rules == ("kda",) and not c.gates:
+        return
+    case = data.draw(cases(c, max_tokens=40))
+    assert outside(case, c) == []
+    assert all(outside(case, c) == [] for case in stratified(c, 4))
+
+
+def test_nothing_is_drawn_and_thrown_away() -> None:
+    count = 0
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[])
+    @given(cases())
+    def run(case: Case) -> None:
+        nonlocal count
+        count += 1
+
+    run()
+    assert count >= 300
+
+
+def seen(list_of_cases: list[Case]) -> dict[str, set]:
+    return {f.name: {getattr(case, f.name) for case in list_of_cases} for f in fields(Case)}
+
+
+EVERYTHING: dict[str, set] = {
+    **{field: set(table) for field, table in regimes.KINDS.items()},
+    "dtype": {"float16", "bfloat16", "float32"},
+    "g_dtype": {"same", "float32"},
+    "beta_dtype": {"same", "float32"},
+    "offsets": {"int32", "int64"},
+    "chunk_size": {16, 32, 64},
+    "rule": {"kda", "delta"},
+    "h0": set(H0),
+    "layout": set(LAYOUTS),
+    "scale": {None, 1.0, 0.125},
+    "lower_bound": {None, -5.0, -1.0, -0.25},
+    "gate_magnitude": {1.0, 0.0625, 0.25, 4.99, 5.0, 6.0, 12.0, 50.0},
+    "heads": {1, 2, 3, 4},
+    "groups": {1, 2, 3},
+    "tail_padding": {0, 1, 19},
+    **{f.name: {False, True} for f in fields(Case) if isinstance(f.default, bool)},
+}
+EVERYTHING["gate_regime"] -= {"positive"}
+
+
+def test_stratified_start_reaches_everything() -> None:
+    found = seen(stratified(n=100))
+    for name, want in EVERYTHING.items():
+        assert found[name] >= want, name
+    assert {case.gate for case in stratified(n=100)} == {"none", "log", "softplus", "bounded"}
+    assert found["seed"] == set(range(100))
+    lengths = {length_class(case) for case in stratified(n=100)}
+    assert lengths >= {"1", "0 with empties", "under 16", "whole chunks", "whole chunks + 1", "whole chunks - 1"}
+    assert lengths >= {"partial chunk", "under a chunk", "whole chunks with empties"}
+    sizes = found["K"] | found["V"]
+    assert sizes >= {1, 2, 3, 8, 15, 16, 17, 24, 32, 33, 64}
+    assert any(case.N > 20 for case in stratified(n=100))
+    assert sum(case.K != case.V for case in stratified(n=100)) > 80
+
+
+def test_stratified_regimes_meet_lengths_that_can_show_them() -> None:
+    """Each regime at least twice with 16 or more tokens in one sequence, and no regime dominates."""
+    start = stratified(n=100)
+    for field, table in regimes.KINDS.items():
+        for name in table:
+            with_it = [c for c in start if getattr(c, field) == name and (field != "gate_regime" or c.rule == "kda")]
+            if name != "positive":
+                assert sum(max(c.lengths) >= 16 for c in with_it) >= 2, name
+                assert len(with_it) <= 40, name
+
+
+def test_stratified_start_is_always_the_same_and_grows_by_appending() -> None:
+    start = stratified(n=60)
+    assert start == stratified(n=60)
+    assert stratified(n=100)[:60] == start
+    assert len(set(start)) == 60
+    assert [describe(c) for c in start[:2]] == FIRST
+
+
+def test_stratified_start_finds_what_a_restricted_target_has() -> None:
+    found = seen(stratified(SMALL, 60))
+    assert found["key_regime"] == {name for name, r in regimes.KEYS.items() if r.stable}
+    assert found["rule"] == {"delta"}
+    assert found["K"] == {1, 2, 3, 8, 15, 16}
+
+
+def test_random_search_reaches_every_regime() -> None:
+    drawn: list[Case] = []
+
+    @settings(max_examples=400, deadline=None, derandomize=True, database=None)
+    @given(cases(unstable=True))
+    def run(case: Case) -> None:
+        drawn.append(case)
+
+    run()
+    found = seen(drawn)
+    for name, want in EVERYTHING.items():
+        assert found[name] >= want, name
+    assert "positive" in found["gate_regime"]
+    assert {len(case.overrides) for case in drawn} >= {0, 1, 2}
+    assert {item[0] for case in drawn for item in case.overrides} >= {"q", "k", "v", "g", "beta", "do"}
+    assert not {length_class(c) for c in drawn} ^ {length_class(c) for c in drawn + stratified(n=100)}
+
+
+def test_shrinking_ends_at_the_default_case() -> None:
+    quick = settings(max_examples=2000, deadline=None, derandomize=True, database=None)
+    assert find(cases(), lambda case: True, settings=quick) == Case()
+    needs = find(cases(), lambda case: case.gate_regime == "spike" and case.T > 16, settings=quick)
+    assert needs == Case(lengths=(17,), gate_regime="spike")
+    pack = find(cases(), lambda case: case.packed and case.N > 1 and case.dtype == "float16", settings=quick)
+    assert replace(pack, lengths=(1,), packed=False) == Case(dtype="float16")
+
+
+def test_simplest_first() -> None:
+    """Shrinking goes to the first option: it must be the default wherever the default is allowed."""
+    simple = Case()
+    known: dict = {}
+    for name in knobs.OPTIONS:
+        first = knobs.options(name, known, Capabilities(), knobs.Limits(), {})[0]
+        assert first == getattr(simple, name), name
+        known[name] = first
+    assert set(knobs.OPTIONS) == {f.name for f in fields(Case)}
+
+
+# ------------------------------------------------------------------ fixed knobs
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"dtype": "bfloat16", "gate_regime": ["bound", "spike"], "max_tokens": 80},
+        {"safe_gate": True},
+        {"allow_neg_eigval": True},
+        {"gate_regime": "reset"},
+        {"gate_regime": ["reset", "positive"], "unstable": True},
+        {"gate_regime": "positive", "unstable": True},
+        {"A_log": True},
+        {"lower_bound": [-5.0, -2.5]},
+        {"dt_bias": True, "lower_bound": None},
+        {"tail_padding": 7},
+        {"offsets": "int32"},
+        {"lengths": (5, 0, 3)},
+        {"lengths": [(3,), (4,)], "packed": False},
+        {"K": 128, "V": 128, "heads": 1, "groups": 1, "chunk_size": 64},
+        {"rule": "delta", "beta_regime": "up_to_two"},
+        {"g_dtype": "same", "gate_magnitude": 7.5},
+        {"seed": [1, 2], "overrides": False},
+        {"overrides": (("v", 0, 3.0),)},
+    ],
+    ids=str,
+)
+def test_fixed_knobs_hold_and_bring_what_they_need(fixed: dict) -> None:
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @given(cases(**fixed))
+    def run(case: Case) -> None:
+        for name, value in fixed.items():
+            if name in knobs.OPTIONS and not isinstance(value, bool):
+                allowed = value if isinstance(value, list) else [value]
+                assert getattr(case, name) in allowed
+        if fixed.get("overrides") is False:
+            assert case.overrides == ()
+
+    run()
+    plain = {name: value for name, value in fixed.items() if not (name == "overrides" and value is False)}
+    assert len(stratified(n=10, **plain)) == 10
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cases(speed=3), "'speed' is no knob of a case; the knobs are rule, dtype, "),
+        (lambda: stratified(speed=3), "'speed' is no knob of a case; the knobs are rule, dtype, "),
+        (lambda: cases(dtype="float8"), r"no case has dtype=\['float8'\] with these capabilities and "),
+        (lambda: cases(SMALL, rule="kda"), r"no case has rule=\['kda'\] with these capabilities and "),
+        (lambda: cases(rule="delta", safe_gate=True), r"no case has safe_gate=\[True\] with these capabilities and "),
+        (lambda: cases(gate_regime="positive"), r"no case has gate_regime=\['positive'\] with these capabilities"),
+        (lambda: cases(Capabilities(dtypes=())), "no case has any dtype with these capabilities and "),
+        (lambda: cases(max_tokens=0), "max_tokens is 0, but it must be at least 1; "),
+        (lambda: cases(K=300), r"K is 300, but it must be an integer in \[1, 256\]"),
+    ],
+)
+def test_impossible_wishes_are_refused_at_once(make, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message):
+        make()
+
+
+# ------------------------------------------------------------------ words for people
+
+
+def test_describe_names_what_matters() -> None:
+    case = Case(
+        lengths=(5, 0, 7), packed=True, tail_padding=2, heads=2, groups=3, K=8, V=4, dtype="bfloat16",
+        gate_regime="bound", gate_magnitude=5.0, gate_in_kernel=True, lower_bound=-5.0, key_regime="repeated",
+        beta_regime="one", h0="large", qk_l2norm=True, recompute=False, layout="strided", seed=3,
+        overrides=(("v", 0, 1.0),),
+    )  # fmt: skip
+    assert describe(case) == (
+        "kda bfloat16; 3 packed sequences [5,0,7] + 2 rows; H=2 HV=6 K=8 V=4 C=64; gate bound x 5, bounded in kernel"
+        " down to -5; k repeated, q random, beta one; v random, do random; h0 large; qk_l2norm; no recompute; strided;"
+        " 1 overrides; seed 3"
+    )
+    plain = "B=1 T=1; H=1 HV=1 K=1 V=1 C=64; k random, q random, beta random; v random, do random; seed 0"
+    assert describe(Case(rule="delta")) == "delta float32; " + plain
+
+
+@pytest.mark.parametrize(
+    ("lengths", "name"),
+    [
+        ((0,), "0 with empties"),
+        ((1,), "1"),
+        ((15,), "under 16"),
+        ((16, 0), "under a chunk with empties"),
+        ((31,), "whole chunks - 1"),
+        ((5, 32), "whole chunks"),
+        ((65,), "whole chunks + 1"),
+        ((70,), "partial chunk"),
+    ],
+)
+def test_length_class(lengths: tuple, name: str) -> None:
+    assert length_class(Case(lengths=lengths, packed=True, chunk_size=32)) == name
+
+
+def test_labels_name_regimes_not_in_play() -> None:
+    assert labels(Case(rule="delta"))[:2] == ("gate=none", "gate form=none")
+    assert "gate=random" in labels(Case())
+
+
+# ------------------------------------------------------------------ profiles
+
+
+def test_profiles_are_registered_on_request_only() -> None:
+    script = (
+        "from hypothesis import settings, errors\n"
+        "import verikda.profiles as p\n"
+        "try:\n    settings.get_profile('hunt')\n    raise SystemExit('registered at import')\n"
+        "except errors.InvalidArgument: pass\n"
+        "before = settings.get_current_profile_name()\n"
+        "p.register()\n"
+        "assert settings.get_current_profile_name() == before\n"
+        "print([settings.get_profile(n).max_examples for n in p.PROFILES])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str([p.cases for p in profiles.PROFILES.values()])
+
+
+def test_profiles_store_and_repeat_as_stated(tmp_path) -> None:
+    profiles.register(tmp_path)
+    got = {name: settings.get_profile(name) for name in profiles.PROFILES}
+    assert all(s.deadline is None for s in got.values())
+    assert [name for name, s in got.items() if s.derandomize] == ["ci"]
+    assert [name for name, s in got.items() if s.database is None] == ["ci"]
+    assert str(tmp_path) in repr(got["dev"].database)
+    profiles.register(None)
+    assert settings.get_profile("dev").database is None
+    profiles.register()
+
+
+FIRST: list[str] = []
