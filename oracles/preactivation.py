@@ -19,9 +19,13 @@ from oracles.layout import Layout, flat_tokens
 from oracles.problem import L2NORM_EPS, Problem
 from oracles.rounding import Floats
 
+RESET_BELOW = -2048.0
+"""Gates below it are resets, -inf included: after a gate of -2048 the float32 Gamma has a spacing of 2^-12, so that not
+even float16's accuracy is left for the decays of later tokens. Above it Gamma is the plain cumulative sum."""
+
 RESET = -104.0
-"""Stands for every g below it, -inf included: exp(-104) is under half the smallest subnormal of float32, so it rounds
-to 0. It keeps differences of Gamma defined, and Gamma small enough for the decays of later tokens to survive in it."""
+"""What stands for a reset in Gamma: exp(-104) is under half the smallest subnormal of float32, so it rounds to 0. It
+keeps differences of Gamma defined, and Gamma small enough to carry later decays. The gradient of a reset is 0."""
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Activated:
     ----------
     q, k : [.., n, H, K], q already scaled.
     v : [n, HV, V].
-    g : [.., n, HV, K] or None.    reset : where g was below RESET, or None if nowhere.
+    g : [.., n, HV, K] or None.    reset : where g was below RESET_BELOW, or None if nowhere.
     beta : [.., n, HV, 1].
     """
 
@@ -56,7 +60,7 @@ class Preactivation:
         p, op = self.problem, self.op
         q, k, v, beta = (op.array(flat_tokens(x, self.layout)) for x in (p.q, p.k, p.v, p.beta))
         if p.qk_l2norm:
-            self.rq, self.rk = self._rstd(q), self._rstd(k)
+            self.q, self.k, self.rq, self.rk = q, k, self._rstd(q), self._rstd(k)
             self.qn, self.kn = op.site("qn", q * self.rq), op.site("kn", k * self.rk)
             q, k = self.qn, self.kn
         if p.beta_sigmoid:
@@ -65,9 +69,9 @@ class Preactivation:
         g, reset = None, None
         if p.g is not None:
             g = self._gate(op.array(flat_tokens(p.g, self.layout)))
-            below = g < RESET
+            below = g < RESET_BELOW
             if below.any():
-                g, reset = np.maximum(g, op.real(RESET)), below
+                g, reset = np.where(below, op.real(RESET), g), below
         return Activated(op.wide(q * self.scale) if p.scale != 1.0 else q, k, v, g, reset, beta)
 
     def reverse(self, dq: Floats, dk: Floats, dbeta: Floats, dg: Floats | None, x: Activated) -> dict[str, Floats]:
@@ -85,7 +89,8 @@ class Preactivation:
         p, op = self.problem, self.op
         dq, dk = self._grouped(dq) * self.scale, self._grouped(dk)
         if p.qk_l2norm:
-            dq, dk = self._norm_reverse(dq, self.qn, self.rq), self._norm_reverse(dk, self.kn, self.rk)
+            dq = self._norm_reverse(dq, op.either(self.qn, self.q * self.rq), self.rq)
+            dk = self._norm_reverse(dk, op.either(self.kn, self.k * self.rk), self.rk)
         if p.beta_sigmoid:
             slope = self.s_beta * (1 - self.s_beta) * op.real(2.0 if p.allow_neg_eigval else 1.0)
             dbeta = dbeta * slope
