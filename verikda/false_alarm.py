@@ -25,14 +25,13 @@ from verikda.inputs import make_call
 
 def draw_case(rng: np.random.Generator, **fixed: Any) -> Case:
     """One case, every knob drawn uniformly from its options."""
-    chosen = knobs.fix(fixed)
-    limits = knobs.Limits(max_tokens=160, max_channels=64, max_heads=4, max_state=8192, unstable=False)
+    space = knobs.Space(Capabilities(), knobs.Limits(), fixed)
     known: dict[str, Any] = {}
     for name in knobs.OPTIONS:
         if name == "seed" and name not in fixed:
             known[name] = int(rng.integers(1 << 32))
             continue
-        options = knobs.options(name, known, Capabilities(), limits, chosen)
+        options = space.options(name, known)
         known[name] = options[int(rng.integers(len(options)))]
     return Case(**known)
 
