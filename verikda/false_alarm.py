@@ -16,23 +16,19 @@ from oracles.arithmetic import Nearest
 from oracles.chunked import emulate
 from oracles.contract import Contract, Dtype, chunked32, recurrent32, storage16
 from oracles.recurrence import forward_reverse
-from verikda import knobs
 from verikda.call import Call, Capabilities
 from verikda.case import Case
 from verikda.floor import LIMIT, Judgement, judge
 from verikda.inputs import make_call
+from verikda.knobs import OPTIONS, Limits, Space
 
 
-def draw_case(rng: np.random.Generator, **fixed: Any) -> Case:
+def draw_case(rng: np.random.Generator, space: Space) -> Case:
     """One case, every knob drawn uniformly from its options."""
-    space = knobs.Space(Capabilities(), knobs.Limits(), fixed)
     known: dict[str, Any] = {}
-    for name in knobs.OPTIONS:
-        if name == "seed" and name not in fixed:
-            known[name] = int(rng.integers(1 << 32))
-            continue
+    for name in OPTIONS:
         options = space.options(name, known)
-        known[name] = options[int(rng.integers(len(options)))]
+        known[name] = int(rng.integers(1 << 32)) if name == "seed" else options[int(rng.integers(len(options)))]
     return Case(**known)
 
 
@@ -98,8 +94,9 @@ def main() -> None:
     args = parser.parse_args()
     rng = np.random.default_rng(args.seed)
     tally = Tally()
+    space = Space(Capabilities(), Limits(), {"dtype": args.dtype})
     for _ in range(args.cases):
-        judge_healthy(draw_case(rng, dtype=args.dtype), tally)
+        judge_healthy(draw_case(rng, space), tally)
     print(dict(tally.verdicts), "runs", dict(tally.runs))
     for (family, name), (ratio, text) in sorted(tally.worst.items()):
         print(f"{family:20s} {name:9s} {ratio:8.3f}  {text}")
