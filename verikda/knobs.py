@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,6 @@ from verikda.call import Capabilities
 from verikda.case import H0, LAYOUTS, Case
 
 Options = tuple[Any, ...]
-Fixed = Mapping[str, Options]
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,11 @@ class Limits:
     max_heads: int = 4
     max_state: int = 8192
     unstable: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_channels", "max_heads", "max_state"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it must be at least 1; allow a little more")
 
 
 _CHANNELS = (1, 2, 3, 8, 15, 16, 17, 24, 32, 33, 64, 100, 128, 192, 256)
@@ -90,6 +94,12 @@ def _magnitudes(x: SimpleNamespace) -> Options:
     return (1.0, 0.0625, 0.25, 4.99, 5.0, 6.0, 12.0, 50.0)
 
 
+def _layouts(x: SimpleNamespace, c: Capabilities) -> Options:
+    """Expanded inputs are equal along the heads, so there must be several, unless the target takes nothing else."""
+    some = tuple(name for name in _first(LAYOUTS, c.layouts) if name != "expanded" or x.heads * x.groups > 1)
+    return some or _first(LAYOUTS, c.layouts)
+
+
 def _informative(names: Iterable[str], silent: str, heard: bool) -> Options:
     """Without `silent`, a regime after which nothing would be left to compare, unless something else is `heard`."""
     return tuple(name for name in names if heard or name != silent)
@@ -109,7 +119,9 @@ def length_classes(x: SimpleNamespace, c: Capabilities, m: Limits) -> dict[str, 
         classes |= {f"2 x {name}": (n, n) for name, n in single.items() if name in ("1", "17", "C", "C+1")}
     else:
         classes = {
-            "pack of one": (C + 1,),
+            "pack 1": (1,),
+            "pack two": (1, 3),
+            "pack C+1": (C + 1,),
             "pack around 16": (15, 16, 17),
             "pack around C": (C - 1, C, C + 1),
             "pack C then 1": (C, 1),
@@ -120,13 +132,14 @@ def length_classes(x: SimpleNamespace, c: Capabilities, m: Limits) -> dict[str, 
             "pack only empties": (0, 0),
             "pack many tiny": (1, 2, 1, 3, 1, 1, 2, 3) * 4,
             "pack tiny with empties": (1, 0, 2, 0, 0, 3, 1, 0) * 4,
-            "pack 1": (1,),
         }
     return {name: n for name, n in classes.items() if sum(n) <= m.max_tokens and (c.empty or 0 not in n)}
 
 
 OPTIONS: dict[str, Callable[[Any, Capabilities, Limits], Options]] = {
-    "rule": lambda x, c, m: _first(("kda", "kda", "kda", "delta"), c.rules),
+    "rule": lambda x, c, m: tuple(
+        r for r in ("kda", "kda", "kda", "delta") if r in c.rules and (r == "delta" or c.gates)
+    ),
     "dtype": lambda x, c, m: _first(("float32", "bfloat16", "float16"), c.dtypes),
     "g_dtype": lambda x, c, m: _first(("float32", "same"), c.g_dtypes) if x.rule == "kda" else ("float32",),
     "beta_dtype": lambda x, c, m: _first(("float32", "same"), c.beta_dtypes),
@@ -170,9 +183,7 @@ OPTIONS: dict[str, Callable[[Any, Capabilities, Limits], Options]] = {
     "do_exponent": lambda x, c, m: (0, -6, 3) if x.dtype == "float16" else (0, -10, 6),
     "state_v_first": lambda x, c, m: _if(c.state_v_first, False, True),
     "recompute": lambda x, c, m: _if(c.recompute, True, False),
-    "layout": lambda x, c, m: tuple(
-        name for name in _first(LAYOUTS, c.layouts) if name != "expanded" or x.heads * x.groups > 1
-    ),
+    "layout": lambda x, c, m: _layouts(x, c),
     "seed": lambda x, c, m: tuple(range(1 << 16)),
     "overrides": lambda x, c, m: ((),),
 }
@@ -181,79 +192,124 @@ OPTIONS: dict[str, Callable[[Any, Capabilities, Limits], Options]] = {
 Options that stand more than once are drawn more often.
 """
 
-OPEN = (
-    *("heads", "groups", "K", "V", "lengths", "tail_padding", "gate_magnitude", "lower_bound", "scale"),
-    *("q_exponent", "v_exponent", "do_exponent", "seed", "overrides"),
-)
-"""Knobs that may be fixed to values which are not among their options."""
+READS: dict[str, tuple[str, ...]] = {
+    "g_dtype": ("rule",),
+    "gate_in_kernel": ("rule",),
+    "lower_bound": ("gate_in_kernel",),
+    "A_log": ("gate_in_kernel", "lower_bound"),
+    "dt_bias": ("gate_in_kernel",),
+    "safe_gate": ("rule", "gate_in_kernel", "lower_bound"),
+    "gate_regime": ("rule", "gate_in_kernel", "lower_bound", "safe_gate"),
+    "gate_magnitude": ("rule", "gate_regime", "safe_gate", "lower_bound"),
+    "allow_neg_eigval": ("beta_sigmoid",),
+    "groups": ("heads",),
+    "K": ("heads", "groups"),
+    "V": ("heads", "groups", "K"),
+    "lengths": ("chunk_size", "packed"),
+    "tail_padding": ("packed",),
+    "offsets": ("packed",),
+    "key_regime": ("qk_l2norm",),
+    "query_regime": ("dht",),
+    "beta_regime": ("h0", "beta_sigmoid", "allow_neg_eigval"),
+    "value_regime": ("h0",),
+    "do_regime": ("dht",),
+    "q_exponent": ("dtype",),
+    "v_exponent": ("dtype",),
+    "do_exponent": ("dtype",),
+    "layout": ("heads", "groups"),
+}
+"""Earlier knobs on which the options of a knob depend."""
+
+_OPEN: dict[str, Callable[[Any, Any, Capabilities], bool]] = {
+    "heads": lambda value, x, c: True,
+    "groups": lambda value, x, c: value == 1 or c.grouped,
+    "K": lambda value, x, c: value <= c.max_k,
+    "V": lambda value, x, c: value <= c.max_v,
+    "lengths": lambda value, x, c: (c.empty and x.packed) if 0 in value else (x.packed or len(set(value)) == 1),
+    "tail_padding": lambda value, x, c: value == 0 or (x.packed and c.tail_padding),
+    "gate_magnitude": lambda value, x, c: x.rule == "kda" or value == 1.0,
+    "lower_bound": lambda value, x, c: (
+        "softplus" in c.gates or not x.gate_in_kernel if value is None else x.gate_in_kernel and "bounded" in c.gates
+    ),
+    "scale": lambda value, x, c: value is None or c.scale,
+    "q_exponent": lambda value, x, c: True,
+    "v_exponent": lambda value, x, c: True,
+    "do_exponent": lambda value, x, c: True,
+    "seed": lambda value, x, c: True,
+    "overrides": lambda value, x, c: True,
+}
+"""Knobs that may be fixed to values outside their options, and when such a value is valid."""
 
 
-def options(name: str, known: Mapping[str, Any], c: Capabilities, m: Limits, fixed: Fixed) -> Options:
-    """What knob `name` may be after the knobs in `known`.
-
-    Raises
-    ------
-    ValueError
-        If nothing is left.
-    """
-    legal = OPTIONS[name](SimpleNamespace(**known), c, m)
-    if name in fixed:
-        wanted = fixed[name]
-        legal = wanted if name in OPEN else tuple(x for x in wanted if x in legal)
-    if not legal:
-        wanted_text = f"{name}={list(fixed[name])}" if name in fixed else f"any {name}"
-        raise ValueError(
-            f"no case has {wanted_text} with these capabilities and {dict(known)!r}; fix fewer knobs or other values"
-        )
-    return legal
-
-
-def fix(knobs: Mapping[str, Any]) -> Fixed:
-    """Allowed values of each fixed knob, with what these need: safe_gate=True needs rule "kda", and so on.
+class Space:
+    """All cases that capabilities, limits and fixed knobs leave, one knob after the other.
 
     Parameters
     ----------
-    knobs : field of `Case` -> one value, or a list of values. Tuples are values (lengths, overrides).
+    capabilities : of the target.
+    limits : of sizes.
+    fixed : field of `Case` -> one value, or a list of allowed values. Tuples are values (lengths, overrides).
 
     Raises
     ------
     ValueError
-        For names that are no knobs.
+        If a fixed name is no knob, or nothing is left.
     """
-    unknown = sorted(set(knobs) - set(OPTIONS))
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no knob of a case; the knobs are {', '.join(OPTIONS)}")
-    fixed = {name: tuple(value) if isinstance(value, list) else (value,) for name, value in knobs.items()}
-    for name, values in list(fixed.items()):
-        needs = [_needs(name, value) for value in values]
-        for other in needs[0] if needs else ():
-            if all(other in n for n in needs):
-                fixed.setdefault(other, tuple(dict.fromkeys(n[other] for n in needs)))
-    return fixed
 
+    def __init__(self, capabilities: Capabilities, limits: Limits, fixed: Mapping[str, Any]) -> None:
+        unknown = sorted(set(fixed) - set(OPTIONS))
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no knob of a case; the knobs are {', '.join(OPTIONS)}")
+        self.capabilities, self.limits = capabilities, limits
+        self.fixed = {name: tuple(value) if isinstance(value, list) else (value,) for name, value in fixed.items()}
+        read = set(self.fixed)
+        for name in reversed(OPTIONS):
+            if name in read:
+                read.update(READS.get(name, ()))
+        self._linked = tuple(name for name in OPTIONS if name in read)
+        self._known_ends: dict[tuple[Any, ...], bool] = {}
+        if not self._leads_on({}):
+            wishes = " and ".join(f"{name}={list(values)}" for name, values in self.fixed.items())
+            raise ValueError(f"no case with these capabilities has {wishes}; fix fewer knobs or other values")
+        known: dict[str, Any] = {}
+        for name in OPTIONS:
+            known[name] = self.options(name, known)[0]
 
-_DEFAULTS = {f.name: f.default for f in fields(Case)}
+    def options(self, name: str, known: Mapping[str, Any]) -> Options:
+        """What knob `name` may be after the knobs in `known`, such that every fixed knob can still be met.
 
+        Raises
+        ------
+        ValueError
+            If nothing is left, because the capabilities name nothing for this knob.
+        """
+        legal = self._legal(name, known)
+        if name in self._linked:
+            legal = tuple(value for value in legal if self._leads_on({**known, name: value}))
+        if not legal:
+            raise ValueError(f"no case has any {name} with these capabilities; let them name at least one")
+        return legal
 
-def _needs(name: str, value: Any) -> dict[str, Any]:
-    """Other knobs that must have one certain value when knob `name` has `value`."""
-    if name == "lengths":
-        return {"packed": True} if len(set(value)) > 1 or 0 in value else {}
-    if value == _DEFAULTS[name]:
-        return {}
-    if name == "gate_regime" and value == "reset":
-        return {"rule": "kda", "safe_gate": False, "lower_bound": None}
-    if name == "gate_regime" and value == "positive":
-        return {"rule": "kda", "gate_in_kernel": False}
-    if name in ("gate_regime", "gate_magnitude", "g_dtype", "safe_gate", "gate_in_kernel"):
-        return {"rule": "kda"}
-    if name in ("A_log", "dt_bias", "lower_bound"):
-        return {"rule": "kda", "gate_in_kernel": True}
-    if name == "allow_neg_eigval":
-        return {"beta_sigmoid": True}
-    if name in ("tail_padding", "offsets"):
-        return {"packed": True}
-    return {}
+    def _legal(self, name: str, known: Mapping[str, Any]) -> Options:
+        x = SimpleNamespace(**known)
+        if name not in self.fixed:
+            return OPTIONS[name](x, self.capabilities, self.limits)
+        if name in _OPEN:
+            return tuple(value for value in self.fixed[name] if _OPEN[name](value, x, self.capabilities))
+        legal = OPTIONS[name](x, self.capabilities, self.limits)
+        return tuple(value for value in self.fixed[name] if value in legal)
+
+    def _leads_on(self, known: Mapping[str, Any]) -> bool:
+        """Whether the knobs that fixed knobs depend on can be completed: depth first, each end remembered."""
+        name = next((name for name in self._linked if name not in known), None)
+        if name is None:
+            return True
+        key = tuple((n, known[n]) for n in self._linked if n in known)
+        if key not in self._known_ends:
+            self._known_ends[key] = any(
+                self._leads_on({**known, name: value}) for value in dict.fromkeys(self._legal(name, known))
+            )
+        return self._known_ends[key]
 
 
 def override_values(case: Case, tensor: str) -> tuple[float, ...]:

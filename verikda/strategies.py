@@ -39,7 +39,7 @@ def cases(
     max_heads: int = 4,
     max_state: int = 8192,
     unstable: bool = False,
-    overrides: bool = True,
+    overrides: bool | tuple[tuple[str, int, float], ...] = True,
     **fixed: Any,
 ) -> st.SearchStrategy[Case]:
     """Valid cases that a target with `capabilities` supports.
@@ -49,7 +49,7 @@ def cases(
     capabilities : of the target; None is a complete implementation.
     max_tokens, max_channels, max_heads, max_state : see `verikda.knobs.Limits`.
     unstable : also draw regimes outside the stable domain (positive gates, unnormalised keys).
-    overrides : also write up to 8 single elements.
+    overrides : whether up to 8 single elements are written, or which.
     **fixed : a field of `Case` fixed to one value, or restricted to a list of values.
 
     Raises
@@ -57,13 +57,10 @@ def cases(
     ValueError
         If a name is no field of `Case`, or no case fits.
     """
-    c = capabilities or Capabilities()
-    m = Limits(max_tokens, max_channels, max_heads, max_state, unstable)
-    if not overrides:
-        fixed = {"overrides": (), **fixed}
-    chosen = knobs.fix(fixed)
-    _stratify(c, m, chosen, 1)  # raises here, not in the middle of a search
-
+    if overrides is not True:
+        fixed["overrides"] = overrides or ()
+    limits = Limits(max_tokens, max_channels, max_heads, max_state, unstable)
+    space = knobs.Space(capabilities or Capabilities(), limits, fixed)
     state = threading.local()  # the knobs chosen so far in the case being drawn
 
     @st.composite
@@ -71,7 +68,7 @@ def cases(
         if name == _FIRST:
             state.known = {}
         known: dict[str, Any] = state.known
-        choice = _choice(name, known, c, m, chosen)
+        choice = _choice(name, known, space)
         known[name] = value = draw(choice) if isinstance(choice, st.SearchStrategy) else choice
         return value
 
@@ -82,19 +79,20 @@ def cases(
 _FIRST = next(iter(knobs.OPTIONS))
 
 
-def _choice(name: str, known: dict[str, Any], c: Capabilities, m: Limits, fixed: knobs.Fixed) -> Any:
+def _choice(name: str, known: dict[str, Any], space: knobs.Space) -> Any:
     """A strategy for knob `name`, or its only value."""
-    if name not in fixed:
-        if name == "seed":
-            return _SEEDS
-        if name == "lengths":
-            return _sampled(name, knobs.options(name, known, c, m, fixed)) | _lengths(
-                bool(known["packed"]), m.max_tokens, c.empty
-            )
-        if name == "overrides":
-            return _overrides(known)
-    options = knobs.options(name, known, c, m, fixed)
+    if name == "overrides" and name not in space.fixed:
+        return _overrides(known)
+    if name == "seed" and name not in space.fixed:
+        return _SEEDS
+    options = space.options(name, known)
+    if name == "lengths" and name not in space.fixed:
+        anything = _lengths(bool(known["packed"]), space.limits.max_tokens, space.capabilities.empty)
+        return _sampled(name, options) | anything
     return _sampled(name, options) if len(options) > 1 else options[0]
+
+
+_SEEDS = st.integers(0, 2**32 - 1)
 
 
 @lru_cache(4096)
@@ -154,30 +152,28 @@ def stratified(capabilities: Capabilities | None = None, n: int = 100, **options
     **options : limits and fixed knobs, as in `cases`.
     """
     limits = {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
-    return _stratify(capabilities or Capabilities(), Limits(**limits), knobs.fix(options), n)
-
-
-def _stratify(c: Capabilities, m: Limits, fixed: knobs.Fixed, n: int) -> list[Case]:
-    """Each knob takes the option used least so far; ties fall by a hash, so that knobs do not run in step."""
+    space = knobs.Space(capabilities or Capabilities(), Limits(**limits), options)
+    # each knob takes the option used least so far; ties fall by a hash, so that knobs do not run in step
     used: dict[tuple[Any, ...], int] = {}
     out = []
     for i in range(n):
         known: dict[str, Any] = {}
         for name in knobs.OPTIONS:
-            if name == "seed" and name not in fixed:
+            if name == "seed" and name not in space.fixed:
                 known[name] = i
                 continue
-            options = knobs.options(name, known, c, m, fixed)
-            if len(options) == 1:
-                known[name] = options[0]  # no choice: it must not count against this option elsewhere
+            values = space.options(name, known)
+            if len(values) == 1:
+                known[name] = values[0]  # no choice: it must not count against this option elsewhere
                 continue
-            labels = list(zip(options, (options[:j].count(x) for j, x in enumerate(options)), strict=True))
-            if name == "lengths" and name not in fixed:
-                labels = [(label, 0) for label in knobs.length_classes(SimpleNamespace(**known), c, m)]
+            classes = [(x, values[:j].count(x)) for j, x in enumerate(values)]
+            if name == "lengths" and name not in space.fixed:
+                named = knobs.length_classes(SimpleNamespace(**known), space.capabilities, space.limits)
+                classes = [(label, 0) for label in named]
             key = counter.stream_key(i, name)
-            best = min(range(len(options)), key=lambda j: (used.get((name, *labels[j]), 0), counter.mix(key + j)))
-            used[name, *labels[best]] = used.get((name, *labels[best]), 0) + 1
-            known[name] = options[best]
+            best = min(range(len(values)), key=lambda j: (used.get((name, *classes[j]), 0), counter.mix(key + j)))
+            used[name, *classes[best]] = used.get((name, *classes[best]), 0) + 1
+            known[name] = values[best]
         out.append(Case(**known))
     return out
 
