@@ -19,7 +19,6 @@ from pathlib import Path
 from kernels_cuda import cache as _cache
 from kernels_cuda import nvrtc
 from kernels_cuda.host_build import CompileError
-from kernels_cuda.instances import INSTANCES
 from kernels_cuda.sources import INCLUDE, base_name, source_of, texts
 
 ARCHES = ("sm_80", "sm_90a", "sm_100", "sm_120")
@@ -177,7 +176,17 @@ def build(
     return Cubin(path, instance, kept["symbol"], arch, recorded, chosen, resources)
 
 
-def compile_all(arch: str, instances: Iterable[str] = INSTANCES, *, workers: int = 1) -> list[Cubin]:
-    """Every instance for one architecture; raises at the first that does not compile."""
+def compile_all(arch: str, instances: Iterable[str] | None = None, *, workers: int = 1) -> list[Cubin]:
+    """Compile instances for one architecture, by default every one that a launch plan can ask for (some minutes).
+
+    Raises
+    ------
+    CompileError
+        At the first instance that does not compile.
+    """
+    if instances is None:
+        from kernels_cuda import instances as _instances  # imports the launch plans
+
+        instances = _instances.instances(arch).kernels
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda instance: build(instance, arch), instances))

@@ -10,6 +10,7 @@ the bytes that the kernel reads; the host checks their number and sizes.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -153,6 +154,7 @@ class Cuda:
         self._driver = import_module("cupy_backends.cuda.api.driver")
         self._source, self._flags = source, tuple(flags)
         self._kernels: dict[tuple[str, int], tuple[Any, int]] = {}
+        self._thread = threading.local()
 
     def arch(self) -> str:
         """Architecture of the current device as the compiler names it, for example "sm_90a"."""
@@ -161,7 +163,12 @@ class Cuda:
 
     def kernel(self, name: str, shared: int = 0) -> Any:
         """The cupy.RawKernel of an instance on the current device, allowed `shared` bytes of dynamic shared memory."""
-        key = (name, self._cupy.cuda.runtime.getDevice())
+        device = self._cupy.cuda.runtime.getDevice()
+        if getattr(self._thread, "device", None) != device:
+            # A driver call needs a current context, which a new thread (autograd's, say) may not have yet.
+            self._cupy.cuda.runtime.setDevice(device)
+            self._thread.device = device
+        key = (name, device)
         if key not in self._kernels:
             cubin = _cuda_build.build(name, self.arch(), source=self._source, flags=self._flags)
             raw = self._cupy.RawModule(path=str(cubin.path)).get_function(cubin.symbol)
