@@ -170,7 +170,7 @@ def prepare(backend: Backend, call: Forward, table: Table, out: dict[str, int], 
     beta_kind = 0 if not call.beta_sigmoid else 2 if call.allow_neg_eigval else 1
     backend.launch(
         f"prepare<{TYPES[call.dtype]},{call.chunk},{call.KP},{str(call.gated).lower()}>",
-        (_blocks(call, call.chunks * call.HV), 1, 1), 128, prepare_shared(call.dtype, call.chunk, call.KP),
+        (call.chunks * call.HV, 1, 1), 128, prepare_shared(call.dtype, call.chunk, call.KP),
         [_p(call.q), _p(call.k), _p(call.v), _p(call.g), _i(call.g_float32), _p(call.beta), _i(call.beta_float32),
          _p(call.A_log), _p(call.dt_bias), ctypes.c_float(call.lower_bound), _i(GATES[call.gate]), _i(beta_kind),
          _i(call.qk_l2norm), ctypes.c_float(call.scale), _p(table.chunks), _i(call.H), _i(call.HV),
@@ -203,7 +203,7 @@ def chunk_state(
     BV, R = state_tiles(call, shared_limit, processors)
     backend.launch(
         f"chunk_state<{TYPES[call.dtype]},{call.chunk},{call.KP},{BV},{R},{str(call.gated).lower()}>",
-        (_blocks(call, call.N * call.HV * -(-call.V // BV)), 1, 1), 128,
+        (call.N * call.HV * -(-call.V // BV), 1, 1), 128,
         state_shared(call.dtype, call.chunk, call.KP, BV, R),
         [_p(out["W"]), _p(out["U"]), _p(Kg), _p(Qg), _p(out["Aqk"]), _p(out.get("decay", 0)), _p(call.h0),
          _p(table.chunks), _p(table.first_chunk), _i(call.H if plain else call.HV), _i(call.HV), _i(call.K), _i(call.V),
@@ -263,6 +263,11 @@ def forward(
     unknown = sorted(set(keep) - set(INTERMEDIATES))
     if unknown:
         raise ValueError(f"keep names {', '.join(unknown)}; known: {', '.join(INTERMEDIATES)}")
+    state_tiles(call, shared_limit, processors)
+    blocks = call.HV * max(call.chunks, call.N * -(-call.V // 16))
+    if blocks >= 2**31:
+        sizes = f"T={call.T}, N={call.N}, HV={call.HV}, V={call.V}"
+        raise ValueError(f"{sizes} need {blocks} blocks; at most 2**31 - 1, so split the batch or the heads")
     norm = ("qn", "kn") if call.qk_l2norm and not call.gated else ()
     per_chunk = ("Aqk", "U", "W", *(("Kg", "Qg", "decay") if call.gated else norm))
     absent = {*(() if call.gated else ("Gamma",)), *(() if call.qk_l2norm else ("qn", "kn"))}
@@ -278,14 +283,6 @@ def forward(
             if name == "o" or name in keep:
                 clear_tail(backend, call, table, name, out[name], dtypes[name], stream)
     return out, table
-
-
-def _blocks(call: Forward, blocks: int) -> int:
-    if blocks >= 2**31:
-        raise ValueError(
-            f"T={call.T}, N={call.N}, HV={call.HV} need {blocks} blocks; at most 2**31 - 1, so split the batch or the heads"
-        )
-    return blocks
 
 
 def _slices(dtype: str, KP: int) -> tuple[int, int]:
@@ -320,7 +317,7 @@ def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int,
     widths = [BV for BV in (64, 32, 16) if BV * call.chunk >= 512 and not (BV == 64 and call.KP == 256)]
 
     def fills(BV: int) -> bool:
-        return BV // 2 < call.V and call.N * call.HV * -(-call.V // BV) >= processors
+        return BV // 2 < call.V and processors <= call.N * call.HV * -(-call.V // BV)
 
     BV = next(filter(fills, widths), widths[-1])
     for R in (3, 2, 1):

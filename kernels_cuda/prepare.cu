@@ -6,8 +6,7 @@
 //     U = A diag(beta) V              W = A diag(beta) (exp Gamma * K)
 //     Kg = exp(gC - Gamma) * K        Qg = scale exp Gamma * Q
 //
-// beta goes into the columns of A before A is rounded, so that U = round(A diag(beta)) V has V exact, and exp Gamma * K is
-// split hi + lo: W and U then carry the rounding of A and their own, as a kernel must that stores A, and nothing else.
+// beta goes into the columns of A before A is rounded, so that U = round(A diag(beta)) V has V exact.
 #include "chunks.cuh"
 #include "gate.cuh"
 #include "intra.cuh"
@@ -122,11 +121,13 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             for (int p = tid(); p < rows * pieces; p += 128) {
                 const int r = p / pieces, d = p % pieces * vec<T>, count = K - s * KS - d;
                 u128 x = ld128(sq + r * ld + d), y = ld128(sk + r * ld + d);
+                float qx[vec<T>], kx[vec<T>];
 #pragma unroll
                 for (int i = 0; i < vec<T>; ++i) {
-                    set<T>(x, i, from_float<T>(to_float(get<T>(x, i)) * sb[C + r]));
-                    set<T>(y, i, from_float<T>(to_float(get<T>(y, i)) * sb[2 * C + r]));
+                    qx[i] = to_float(get<T>(x, i)) * sb[C + r];
+                    kx[i] = to_float(get<T>(y, i)) * sb[2 * C + r];
                 }
+                x = pack<T>(qx), y = pack<T>(kx);
                 st128(sq + r * ld + d, x);
                 st128(sk + r * ld + d, y);
                 if (first && owner && qn && count > 0) store_piece(qn + rowQ + r * strideQ + s * KS + d, x, count);
@@ -136,7 +137,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         }
     };
 
-    // exp Gamma * K takes the place of q (and its low part that of k); first: Kg, Qg, Gamma and decay go out.
+    // exp Gamma * K takes the place of q; first: Kg, Qg, Gamma and decay go out.
     auto scale_rows = [&](int s, bool first) {
         if (Gated && first)
             for (int d = tid(); d < min(KS, K - s * KS); d += 128) {
@@ -147,7 +148,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         for (int p = tid(); p < C * pieces; p += 128) {
             const int r = p / pieces, d = p % pieces * vec<T>, block = r / 16;
             const int count = r < rows ? K - s * KS - d : 0;
-            u128 x = ld128(sq + r * ld + d), y = ld128(sk + r * ld + d);
+            const u128 x = ld128(sq + r * ld + d), y = ld128(sk + r * ld + d);
             float qx[vec<T>], kx[vec<T>], kw[vec<T>];
 #pragma unroll
             for (int i = 0; i < vec<T>; ++i) {
@@ -180,25 +181,15 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                 }
                 if (Gamma && first)
 #pragma unroll
-                    for (int i = 0; i < vec<T>; ++i)
-                        if (i < count) Gamma[rowK + r * strideK + s * KS + d + i] = sum[i];
+                    for (int i = 0; i < vec<T>; i += 4) {
+                        float four[4] = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
+                        if (count > i) store_piece(Gamma + rowK + r * strideK + s * KS + d + i, pack<float>(four), count - i);
+                    }
             }
-            u128 lo;
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) {
-                set<T>(x, i, from_float<T>(qx[i]));
-                set<T>(y, i, from_float<T>(kx[i]));
-            }
-            if (first && Qg && count > 0) store_piece(Qg + rowK + r * strideK + s * KS + d, x, count);
-            if (first && Kg && count > 0) store_piece(Kg + rowK + r * strideK + s * KS + d, y, count);
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) {
-                const T hi = from_float<T>(kw[i]);
-                set<T>(x, i, hi);
-                set<T>(lo, i, from_float<T>(kw[i] - to_float(hi)));
-            }
-            st128(sq + r * ld + d, x);
-            if (is_16bit<T> && Gated) st128(sk + r * ld + d, lo);
+            const i64 at = rowK + r * strideK + s * KS + d;
+            if (first && Qg && count > 0) store_piece(Qg + at, pack<T>(qx), count);
+            if (first && Kg && count > 0) store_piece(Kg + at, pack<T>(kx), count);
+            st128(sq + r * ld + d, pack<T>(kw));
         }
     };
 
@@ -237,8 +228,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     // Each warp has its own columns from here on.
     constexpr int width = KS / 4;
     const int column = width * warp();
-    T* const x_hi = sq + column;
-    T* const x_lo = sk + column;
+    T* const x = sq + column;
 #pragma unroll 1
     for (int s = 0; s < S::NS; ++s) {
         if (S::NS > 1) {
@@ -249,28 +239,27 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         }
         float acc[blocks][width / 8][4];
         clear(acc);
-        if (is_16bit<T> && Gated) lower_product<T, C, width>(acc, sAb, x_lo, ld);
-        lower_product<T, C, width>(acc, sAb, x_hi, ld);
+        lower_product<T, C, width>(acc, sAb, x, ld);
         syncwarp();
-        store_acc<T>(x_hi, ld, acc);
+        store_acc<T>(x, ld, acc);
         syncwarp();
         const int channel = s * KS + column;
-        store_tile<T, C, width>(W + rowK + channel, strideK, x_hi, ld, rows, K - channel, lane(), 32);
+        store_tile<T, C, width>(W + rowK + channel, strideK, x, ld, rows, K - channel, lane(), 32);
         syncwarp();
     }
 #pragma unroll 1
     for (int channel = column; channel < V; channel += KS) {
-        load_tile<T, C, width>(x_hi, ld, v + rowV + channel, strideV, rows, V - channel, lane(), 32);
+        load_tile<T, C, width>(x, ld, v + rowV + channel, strideV, rows, V - channel, lane(), 32);
         cp_async_commit();
         cp_async_wait<0>();
         syncwarp();
         float acc[blocks][width / 8][4];
         clear(acc);
-        lower_product<T, C, width>(acc, sAb, x_hi, ld);
+        lower_product<T, C, width>(acc, sAb, x, ld);
         syncwarp();
-        store_acc<T>(x_hi, ld, acc);
+        store_acc<T>(x, ld, acc);
         syncwarp();
-        store_tile<T, C, width>(U + rowV + channel, strideV, x_hi, ld, rows, V - channel, lane(), 32);
+        store_tile<T, C, width>(U + rowV + channel, strideV, x, ld, rows, V - channel, lane(), 32);
         syncwarp();
     }
 }

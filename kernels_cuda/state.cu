@@ -153,7 +153,19 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
                 const float* const fall = sdecay + n % R * KS + s0;
                 for_each_acc(S[s], [&](int row, int, float& x) { x *= fall[row]; });
             }
-            warp_mma<T, KS / 4, BV, C, TN>(S[s], tile + s0, ld, sV, ldv);
+            if constexpr (is_16bit<T>) {
+                warp_mma<T, KS / 4, BV, C, TN>(S[s], tile + s0, ld, sV, ldv);
+            } else {  // added once, not term by term: a large state would round every small term
+                float gain[MT][NT_][4];
+                clear(gain);
+                warp_mma<T, KS / 4, BV, C, TN>(gain, tile + s0, ld, sV, ldv);
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int j = 0; j < NT_; ++j)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) S[s][m][j][i] += gain[m][j][i];
+            }
             copy_state(s);
         }
     }

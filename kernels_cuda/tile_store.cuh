@@ -4,6 +4,17 @@
 
 namespace vk {
 
+// Sixteen bytes of T, rounded from float.
+template <class T> VK_DEVICE u128 pack(const float (&x)[vec<T>]) {
+    u128 y;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (is_16bit<T>) y.w[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
+        else y.w[i] = as_u32(x[i]);
+    }
+    return y;
+}
+
 // 16 bytes, or the first `count` elements of them where fewer are wanted or dst is not aligned.
 template <class T> VK_DEVICE void store_piece(T* dst, const u128& x, int count) {
     if (count >= vec<T> && aligned16(dst)) st128(dst, x);
