@@ -78,8 +78,10 @@ def check_command(
             "kind": "run",
             "target": target.name,
             "profile": profile,
-            "settings": {**{k: getattr(settings, k) for k in ("cases", "stratified", "turns", "seconds", "limit", "seed")},
-                         "checks": [c.name for c in settings.checks]},
+            "settings": {
+                "checks": [c.name for c in settings.checks],
+                **{k: getattr(settings, k) for k in ("cases", "stratified", "turns", "seconds", "limit", "seed")},
+            },
             "environment": environment(),
         }
     )  # fmt: skip
@@ -169,7 +171,9 @@ def replay_on(out: Console, target: Target, case_file: Path) -> int:
         rows.add_row(check, "not run", "", reason)
     out.print(rows)
     if report.failures:
-        out.print(message(target.name, report.failures, case, f"verikda replay {case_file} {target.name}"), markup=False)
+        out.print(
+            message(target.name, report.failures, case, f"verikda replay {case_file} {target.name}"), markup=False
+        )
     if report.ran:
         out.print(f"ran: {report.ran}", markup=False)
     out.print(f"{show.coloured(report.verdict)}  {target.name}")
@@ -181,7 +185,9 @@ def targets_command() -> int:
     out = show.console()
     rows = show.table("target", "here", "says")
     for entry in available():
-        rows.add_row(entry.name, "yes" if entry.installed else "no", entry.description if entry.installed else entry.reason)
+        rows.add_row(
+            entry.name, "yes" if entry.installed else "no", entry.description if entry.installed else entry.reason
+        )
     rows.add_row("module:function", "yes", "any function with chunk_kda's public signature on torch tensors")
     out.print(rows)
     return PASS

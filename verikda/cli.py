@@ -58,12 +58,20 @@ def main() -> None:
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the search.")
 @click.option("--checks", "check_names", help="Comma-separated names of checks; all of them if left out.")
 @click.option("--contract", help="Judge under this contract (storage16, float32, recurrent32) instead of the target's.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file.")
 @click.option(
-    "--findings", type=click.Path(path_type=Path), default=DEFAULT_FINDINGS, show_default=True, help="Folder of findings."
+    "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."
 )
 @click.option(
-    "--worst", type=click.Path(path_type=Path), help=f"Folder of worst cases, tried first; {DEFAULT_WORST} if it exists."
+    "--findings",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_FINDINGS,
+    show_default=True,
+    help="Folder of findings.",
+)
+@click.option(
+    "--worst",
+    type=click.Path(path_type=Path),
+    help=f"Folder of worst cases, tried first; {DEFAULT_WORST} if it exists.",
 )
 @clear_errors
 def check(
@@ -102,7 +110,9 @@ def check(
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("target", required=False)
-@click.option("--snippet", type=click.Path(path_type=Path), help="Write a standalone script (NumPy and the target only).")
+@click.option(
+    "--snippet", type=click.Path(path_type=Path), help="Write a standalone script (NumPy and the target only)."
+)
 @click.option("--contract", help="Judge under this contract instead of the target's.")
 @clear_errors
 def replay(file: Path, target: str | None, snippet: Path | None, contract: str | None) -> int:

@@ -6,8 +6,8 @@ import platform
 import sys
 from importlib import metadata
 
-PACKAGES = ("verikda", "numpy", "hypothesis", "mpmath", "ml_dtypes", "torch", "transformers", "cupy-cuda13x", "cupy-cuda12x",
-            "triton", "fla-core")  # fmt: skip
+_OWN = ("verikda", "numpy", "hypothesis", "mpmath", "ml_dtypes")
+PACKAGES = (*_OWN, "torch", "transformers", "triton", "fla-core", "cupy-cuda13x", "cupy-cuda12x")
 
 
 def versions() -> dict[str, str]:

@@ -108,7 +108,9 @@ def load_case(path: Path) -> tuple[Case, str | None, str | None]:
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); give a JSON file that verikda wrote") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {error.start}); give a JSON file that verikda wrote"
+        ) from None
     try:
         data = parse_json(text)
         if not isinstance(data, dict):

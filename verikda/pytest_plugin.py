@@ -7,6 +7,7 @@ target by named checks; fails the test with the finding's message).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from verikda.case import Case
     from verikda.search import Summary
     from verikda.targets.base import Target
+
+
+_FOLDER = Path("verikda-findings")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +42,7 @@ class CheckItem(pytest.Item):
         summary = _summary(self.config)
         findings = [f for f in summary.findings if f.check == self.check]
         if findings:
-            raise CheckFailed(findings)
+            raise CheckError(findings)
         counts = summary.checks.get(self.check)
         if not counts or not counts["pass"]:
             doubts = [text for text in summary.doubts if text.startswith(self.check + ":")]
@@ -47,7 +51,7 @@ class CheckItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The finding's own message instead of a traceback."""
-        if isinstance(excinfo.value, CheckFailed):
+        if isinstance(excinfo.value, CheckError):
             return str(excinfo.value)
         return super().repr_failure(excinfo)
 
@@ -56,7 +60,7 @@ class CheckItem(pytest.Item):
         return "verikda", None, f"verikda::{self.config.getoption('verikda_target')}::{self.check}"
 
 
-class CheckFailed(Exception):
+class CheckError(Exception):
     """Findings of one check."""
 
     def __init__(self, findings: list[Any]) -> None:
@@ -66,14 +70,13 @@ class CheckFailed(Exception):
         for finding in findings:
             path = finding.write(_FOLDER)
             texts.append(
-                message(finding.target, finding.failures, finding.case, f"verikda replay {path}", minimal=finding.minimal)
+                message(
+                    finding.target, finding.failures, finding.case, f"verikda replay {path}", minimal=finding.minimal
+                )
             )
         super().__init__("\n".join(texts))
 
 
-from pathlib import Path  # noqa: E402
-
-_FOLDER = Path("verikda-findings")
 _SUMMARY: pytest.StashKey[Summary] = pytest.StashKey()
 
 
@@ -155,7 +158,9 @@ def verikda_check() -> Callable[..., None]:
         chosen = resolve(target) if isinstance(target, str) else target
         report = run_case(chosen, case, CHECKS if checks is None else named(tuple(checks)))
         if report.verdict == "fail":
-            pytest.fail(message(chosen.name, report.failures, case, f"Case.from_json({case.to_json()!r})"), pytrace=False)
+            pytest.fail(
+                message(chosen.name, report.failures, case, f"Case.from_json({case.to_json()!r})"), pytrace=False
+            )
         if report.verdict != "pass":
             details = "; ".join(f"{o.check}: {o.detail}" for o in report.outcomes if o.verdict != "pass")
             pytest.fail(f"{chosen.name}: {report.verdict}: {details}", pytrace=False)

@@ -38,7 +38,7 @@ class CaseReport:
 
     @property
     def verdict(self) -> str:
-        """fail if any check failed; refused or inconclusive if the values could not be judged; else pass."""
+        """Fail if any check failed; refused or inconclusive if the values could not be judged; else pass."""
         verdicts = {outcome.verdict for outcome in self.outcomes}
         if "fail" in verdicts:
             return "fail"
@@ -68,7 +68,11 @@ def run_check(check: Check, ctx: Context) -> Outcome:
 
 
 def run_call(
-    target: Target, call: Call, checks: tuple[Check, ...] = CHECKS, limit: float = 4.0, turns: tuple[int, int] | None = None
+    target: Target,
+    call: Call,
+    checks: tuple[Check, ...] = CHECKS,
+    limit: float = 4.0,
+    turns: tuple[int, int] | None = None,
 ) -> tuple[tuple[Outcome, ...], dict[str, str], Context]:
     """Run the checks that apply to a call.
 
@@ -113,7 +117,9 @@ def run_case(
     started = time.perf_counter()
     call = make_call(case, backward=target.capabilities.backward)
     outcomes, skipped, ctx = run_call(target, call, checks, limit, turns)
-    ran = ctx.result.ran if any(o.verdict in ("pass", "fail") for o in outcomes) and ctx.runs and _has_result(ctx) else ""
+    ran = (
+        ctx.result.ran if any(o.verdict in ("pass", "fail") for o in outcomes) and ctx.runs and _has_result(ctx) else ""
+    )
     return CaseReport(case, outcomes, skipped, ran, ctx.runs, time.perf_counter() - started)
 
 

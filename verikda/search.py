@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, Check
 from verikda.finding import Finding
+from verikda.permits import permits
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
-from verikda.permits import permits
 from verikda.strategies import cases, labels, stratified
 from verikda.targets.base import Target
 
@@ -215,9 +215,7 @@ class Search:
             again = run_case(self.target, case, one, limit=self.settings.limit)
             return again if again.verdict == "fail" else None
 
-        case, minimal = shrink(
-            report.case, lambda c: attempt(c) is not None, seconds=self.settings.shrink_seconds
-        )
+        case, minimal = shrink(report.case, lambda c: attempt(c) is not None, seconds=self.settings.shrink_seconds)
         final = attempt(case)
         if final is not None and final.failures:
             return Finding(self.target.name, check, case, minimal, final.failures, report.case, final.ran)

@@ -35,7 +35,13 @@ def progress(out: Console, total: int, title: str) -> Iterator[Step]:
     if not out.is_terminal:
         yield lambda text: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=out, transient=True) as bar:
         task = bar.add_task(title, total=total, note="")
         yield lambda text: bar.update(task, advance=1, note=text)

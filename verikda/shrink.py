@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from verikda.case import Case
 
 _SIZES = ("K", "V", "heads", "groups")
+_SMALLER: tuple[Callable[[int], int], ...] = (lambda x: x // 2, lambda x: x - 16, lambda x: x - 1)
 _LAST = ("seed", "dtype", "g_dtype", "beta_dtype")
 """Knobs tried last: another seed or dtype is another input, not a smaller one."""
 
@@ -28,7 +29,7 @@ def candidates(case: Case) -> Iterator[Case]:
             steps += [{"lengths": case.lengths[:i] + case.lengths[i + 1 :]} for i in range(n)]
     else:
         steps.append({"packed": False, "tail_padding": 0})
-    for smaller in (lambda x: x // 2, lambda x: x - 16, lambda x: x - 1):
+    for smaller in _SMALLER:
         if not case.packed:
             steps.append({"lengths": tuple(max(1, smaller(x)) for x in case.lengths)})
         else:
@@ -51,7 +52,13 @@ def candidates(case: Case) -> Iterator[Case]:
     if case.overrides:
         steps += [{"overrides": case.overrides[:i] + case.overrides[i + 1 :]} for i in range(len(case.overrides))]
     if case.gate_in_kernel:
-        plain = {"gate_in_kernel": False, "lower_bound": None, "A_log": False, "dt_bias": False, "safe_gate": False}
+        plain: dict[str, object] = {
+            "gate_in_kernel": False,
+            "lower_bound": None,
+            "A_log": False,
+            "dt_bias": False,
+            "safe_gate": False,
+        }
         steps.append(plain)
     for step in steps:
         try:

@@ -49,7 +49,8 @@ for name, want in expected.items():
     have = got[name].detach().to(torch.float64).cpu().numpy().reshape(want.shape)
     error = np.abs(have - want)
     at = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), want.shape) if want.size else ()
-    print(f"{{name:8s}} worst at {{tuple(map(int, at))}}: expected {{want[at]!r}}, got {{have[at]!r}}" if want.size else name)
+    if want.size:
+        print(f"{{name:8s}} worst at {{tuple(map(int, at))}}: expected {{want[at]!r}}, got {{have[at]!r}}")
 '''
 
 

@@ -67,7 +67,9 @@ def _adjoint(ctx: Context) -> Outcome:
             break
     if ratio <= ctx.limit:
         return Outcome("adjoint", "pass", (), {})
-    text = f"<do,o> + <dht,ht> differs from <dv,v> + <dh0,h0> by {actual:.3g}, {ratio:.3g} times the noise of the contract"
+    text = (
+        f"<do,o> + <dht,ht> differs from <dv,v> + <dh0,h0> by {actual:.3g}, {ratio:.3g} times the noise of the contract"
+    )
     return Outcome("adjoint", "fail", (Failure("adjoint", "dv", text, ratio=ratio),))
 
 

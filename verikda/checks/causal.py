@@ -43,7 +43,9 @@ def _prefix(ctx: Context) -> Outcome:
                 for x in (expected, actual):
                     if x[later].size and np.abs(x[later]).max() != 0.0:  # NaN is not 0 either
                         failures.append(
-                            Failure("prefix", name, f"{name} after token {cut} is not 0 though only earlier outputs count")
+                            Failure(
+                                "prefix", name, f"{name} after token {cut} is not 0 though only earlier outputs count"
+                            )
                         )
                         break
             expected[later] = actual[later] = 0.0
@@ -106,7 +108,7 @@ CHECKS = (
     Check(
         "prefix",
         "changing later tokens changes no bit of earlier outputs, nor of the gradients of a loss on earlier outputs",
-        "FUTURE_ANCHOR",
+        "ANCHOR_FUTURE",
         True,
         _two_tokens,
         _prefix,
@@ -114,7 +116,7 @@ CHECKS = (
     Check(
         "length",
         "leaving later tokens out changes no bit of the earlier results",
-        "TAIL_ANCHOR",
+        "ANCHOR_FUTURE",
         True,
         _can_shorten,
         _length,
@@ -122,7 +124,7 @@ CHECKS = (
     Check(
         "split_aligned",
         "two calls cut at a chunk boundary, float32 state carried over, equal one call bit for bit",
-        "STATE_ROUNDED_16BIT",
+        "STATE_IN_BF16",
         True,
         _can_split_on_grid,
         _split_aligned,

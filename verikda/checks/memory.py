@@ -8,8 +8,9 @@ import numpy as np
 
 from verikda.call import Call
 from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome, same
-from verikda.checks.transform import TOKENS
+from verikda.checks.transform import TOKENS, revised
 from verikda.checks.values import from_judgement
+from verikda.dtypes import round_to
 
 
 def _always(ctx: Context) -> str | None:
@@ -18,7 +19,8 @@ def _always(ctx: Context) -> str | None:
 
 def _inputs_unchanged(ctx: Context) -> Outcome:
     failures = [
-        Failure("inputs_unchanged", name, f"the call changed {name}, or memory beside it") for name in ctx.result.changed
+        Failure("inputs_unchanged", name, f"the call changed {name}, or memory beside it")
+        for name in ctx.result.changed
     ]
     return outcome("inputs_unchanged", failures)
 
@@ -37,9 +39,7 @@ def _poison(ctx: Context) -> Outcome:
         failures += compare(
             "poison", ctx.result.outputs, got.outputs, got.dtypes, f"{value} around the inputs and in padding rows"
         )
-        failures += [
-            Failure("poison", name, f"the call changed {name}, or memory beside it") for name in got.changed
-        ]
+        failures += [Failure("poison", name, f"the call changed {name}, or memory beside it") for name in got.changed]
         if failures:
             break
     return outcome("poison", failures)
@@ -61,47 +61,63 @@ def _views(ctx: Context) -> Outcome:
     return Outcome("views", "pass")
 
 
-def other_call(ctx: Context) -> Call | None:
-    """A call of the same shapes with other offsets, or one with fewer tokens."""
+def other_calls(ctx: Context) -> dict[str, Call]:
+    """Calls that a cache keyed too loosely confuses with this one: other offsets or fewer tokens, another dtype."""
+    found: dict[str, Call] = {}
     p = ctx.call.problem
-    if p.cu_seqlens is not None and len(p.spans) > 1:
-        lengths = np.diff(p.cu_seqlens)[::-1]
-        cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        if not np.array_equal(cu, p.cu_seqlens):
-            return replace(ctx.call, problem=replace(p, cu_seqlens=cu))
     half = (p.q.shape[1] + 1) // 2
-    if half == p.q.shape[1] or (p.cu_seqlens is not None and not ctx.capabilities.empty):
-        return None
-    rows: dict[str, object] = {n: getattr(p, n)[:, :half] for n in TOKENS if getattr(p, n) is not None}
-    if p.cu_seqlens is not None:
-        rows["cu_seqlens"] = np.minimum(p.cu_seqlens, half)
-    return replace(ctx.call, problem=replace(p, **rows))  # type: ignore[arg-type]
+    if p.cu_seqlens is not None and not np.array_equal(np.diff(p.cu_seqlens), np.diff(p.cu_seqlens)[::-1]):
+        cu = np.concatenate([[0], np.cumsum(np.diff(p.cu_seqlens)[::-1])]).astype(np.int64)
+        found["a call with other offsets"] = replace(ctx.call, problem=replace(p, cu_seqlens=cu))
+    elif half < p.q.shape[1] and (p.cu_seqlens is None or ctx.capabilities.empty):
+        rows: dict[str, object] = {n: getattr(p, n)[:, :half] for n in TOKENS if getattr(p, n) is not None}
+        if p.cu_seqlens is not None:
+            rows["cu_seqlens"] = np.minimum(p.cu_seqlens, half)
+        found["a call with fewer tokens"] = replace(ctx.call, problem=revised(p, rows))
+    here = ctx.call.dtypes["q"]
+    for dtype in ctx.capabilities.dtypes:
+        if dtype != here:
+            dtypes = {n: dtype if d == here and n in _FOLLOW else d for n, d in ctx.call.dtypes.items()}
+            values = {n: round_to(getattr(p, n), dtypes[n]) for n in _FOLLOW if getattr(p, n) is not None}
+            if all(np.isfinite(x).all() for n, x in values.items() if n != "g"):
+                found[f"a call in {dtype}"] = replace(ctx.call, dtypes=dtypes, problem=revised(p, values))
+                break
+    return found
+
+
+_FOLLOW = ("q", "k", "v", "g", "beta", "do")
+"""Tensors whose dtype follows that of q where they share it."""
 
 
 def _has_other(ctx: Context) -> str | None:
-    return None if other_call(ctx) is not None else "no other call of these shapes"
+    return None if other_calls(ctx) else "no other call of these shapes"
 
 
 def _call_order(ctx: Context) -> Outcome:
-    """Offsets or lengths remembered from an earlier call make the other call wrong, or the first when repeated."""
-    first, other = ctx.result, other_call(ctx)
-    assert other is not None
-    between = from_judgement("call_order", ctx.judge(ctx.run(other), other), "a second, different call")
-    if between.verdict == "fail":
-        return between
-    again = ctx.run(ctx.call)
-    failures = compare("call_order", first.outputs, again.outputs, first.dtypes, "repeated after another call")
-    return outcome("call_order", failures, ratios=between.ratios)
+    """Whatever is remembered from an earlier call makes the other call wrong, or the first one when repeated."""
+    first = ctx.result
+    ratios: dict[str, float] = {}
+    for what, other in other_calls(ctx).items():
+        between = from_judgement("call_order", ctx.judge(ctx.run(other), other), what)
+        if between.verdict == "fail":
+            return between
+        for name, ratio in between.ratios.items():
+            ratios[name] = max(ratio, ratios.get(name, 0.0))
+        again = ctx.run(ctx.call)
+        failures = compare("call_order", first.outputs, again.outputs, first.dtypes, f"repeated after {what}")
+        if failures:
+            return outcome("call_order", failures)
+    return Outcome("call_order", "pass", (), ratios)
 
 
 CHECKS = (
-    Check("inputs_unchanged", "no input, nor memory beside it, is written", "WRITES_INTO_V", True,
+    Check("inputs_unchanged", "no input, nor memory beside it, is written", "INPUT_OVERWRITTEN", True,
           _always, _inputs_unchanged),
-    Check("repeat", "the same call twice gives the same bits", "RANDOM_ORDER_SUM", True, _always, _repeat),
-    Check("poison", "NaN or 1e30 beside the inputs and in padding rows changes no bit", "READS_PADDING", True,
+    Check("repeat", "the same call twice gives the same bits", "ORDER_OF_SUM_VARIES", True, _always, _repeat),
+    Check("poison", "NaN or 1e30 beside the inputs and in padding rows changes no bit", "READS_ROWS_BEHIND", True,
           _always, _poison),
     Check("views", "sliced, strided, expanded and misaligned inputs give the bits of contiguous ones",
-          "IGNORES_STRIDES", True, _has_layouts, _views),
-    Check("call_order", "a call with other offsets or length in between is right and leaves no trace",
-          "OFFSETS_CACHED", True, _has_other, _call_order),
+          "STRIDES_IGNORED", True, _has_layouts, _views),
+    Check("call_order", "calls with other offsets, length or dtype in between are right and leave no trace",
+          "PACK_OFFSETS_CACHED", True, _has_other, _call_order),
 )  # fmt: skip

@@ -47,7 +47,7 @@ def _two_sequences(ctx: Context) -> str | None:
 def _permute_batch(ctx: Context) -> Outcome:
     p = ctx.call.problem
     n = len(p.spans)
-    order = list(range(1, n)) + [0]
+    order = [*range(1, n), 0]
     back = np.argsort(order)
     if p.cu_seqlens is None:
         rolled = {}
@@ -165,7 +165,7 @@ def _can_scale(ctx: Context) -> str | None:
 
 
 def _power_of_two(ctx: Context) -> Outcome:
-    """v and h0 times -2: o, ht, dq, dk, dg and dbeta times -2, dv and dh0 unchanged, every bit."""
+    """V and h0 times -2: o, ht, dq, dk, dg and dbeta times -2, dv and dh0 unchanged, every bit."""
     p = ctx.call.problem
     with np.errstate(over="ignore"):
         v = round_to(p.v * _FACTOR, ctx.call.dtypes["v"])
@@ -247,20 +247,20 @@ def _integers(ctx: Context) -> Outcome:
 
 
 CHECKS = (
-    Check("permute_heads", "permuting heads permutes the results, every bit", "ALL_HEADS_GATE_0", True,
+    Check("permute_heads", "permuting heads permutes the results, every bit", "HEADS_GATE_OF_HEAD_0", True,
           _two_heads, _permute_heads),
-    Check("permute_batch", "permuting sequences permutes the results, every bit", "STATE_LEAKS_TO_NEXT", True,
+    Check("permute_batch", "permuting sequences permutes the results, every bit", "PACK_STATE_LEAKS", True,
           _two_sequences, _permute_batch),
-    Check("packed_separate", "each packed sequence gives what it gives alone, every bit", "CHUNK_GRID_NOT_RESTARTED",
+    Check("packed_separate", "each packed sequence gives what it gives alone, every bit", "PACK_GRID_NOT_RESTARTED",
           True, _separable, _packed_separate),
-    Check("empty_passthrough", "an empty sequence hands its state and its state gradient through", "EMPTY_RESETS_STATE",
+    Check("empty_passthrough", "an empty sequence hands its state and its state gradient through", "PACK_EMPTY_RESETS",
           True, _has_empty, _empty_passthrough),
-    Check("padding_rows", "rows after the last offset are 0 in every output and gradient", "PADDING_ROWS_STALE", True,
-          _has_padding, _padding_rows),
-    Check("grouped_repeated", "grouped value heads equal repeated query/key heads, every bit", "GROUP_MODULO_MAPPING",
+    Check("padding_rows", "rows after the last offset are 0 in every output and gradient", "PACK_ROWS_BEHIND_STALE",
+          True, _has_padding, _padding_rows),
+    Check("grouped_repeated", "grouped value heads equal repeated query/key heads, every bit", "GROUP_MODULO",
           True, _is_grouped, _grouped_repeated),
-    Check("power_of_two", "v and h0 times -2 scale every result by 1 or -2, every bit", "STATE_CLAMPED", True,
+    Check("power_of_two", "v and h0 times -2 scale every result by 1 or -2, every bit", "VALUE_CLAMPED", True,
           _can_scale, _power_of_two),
-    Check("integers", "small integers with one-hot keys and no decay come out exact", "MASK_M1_FOR_M", True,
+    Check("integers", "small integers with one-hot keys and no decay come out exact", "MASK_AQK_STRICT", True,
           _can_be_exact, _integers),
 )  # fmt: skip

@@ -22,6 +22,11 @@ TOKEN_OUTPUTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
 STATE_OUTPUTS = ("ht", "dh0")
 
 
+def revised(problem: Problem, changes: Mapping[str, object]) -> Problem:
+    """The problem with some of its fields replaced."""
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
 def token_rows(problem: Problem, rows: Sequence[tuple[int, int, int]]) -> dict[str, Array]:
     """Concatenate row spans (batch, start, stop) of every token argument into one B = 1 row."""
     taken = {}
@@ -36,13 +41,13 @@ def pick(problem: Problem, spans: Sequence[tuple[int, int, int]], states: Sequen
     """The packed problem (B = 1) made of these spans, with the states of these sequences."""
     lengths = [stop - start for _, start, stop in spans]
     index = list(states)
-    return replace(
-        problem,
+    changes: dict[str, object] = {
         **token_rows(problem, spans),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        h0=None if problem.h0 is None else problem.h0[index],
-        dht=None if problem.dht is None else problem.dht[index],
-    )
+        "cu_seqlens": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        "h0": None if problem.h0 is None else problem.h0[index],
+        "dht": None if problem.dht is None else problem.dht[index],
+    }
+    return revised(problem, changes)
 
 
 def unpacked(problem: Problem) -> Problem:
@@ -79,7 +84,7 @@ def disturb_after(call: Call, sequence: int, cut: int) -> Call:
         g = p.g.copy()
         g[rows] = round_to(0.25 * np.where(np.isfinite(g[rows]), g[rows], -1.0) - 0.75, call.dtypes["g"])
         changes["g"] = g
-    return replace(call, problem=replace(p, **changes))
+    return replace(call, problem=revised(p, changes))
 
 
 def silence_after(call: Call, sequence: int, cut: int) -> Call:
@@ -93,7 +98,7 @@ def silence_after(call: Call, sequence: int, cut: int) -> Call:
     if p.dht is not None:
         changes["dht"] = p.dht.copy()
         changes["dht"][sequence] = 0.0
-    return replace(call, problem=replace(p, **changes))
+    return replace(call, problem=revised(p, changes))
 
 
 def roll_heads(problem: Problem) -> Problem:
@@ -115,7 +120,7 @@ def roll_heads(problem: Problem) -> Problem:
         x = getattr(problem, name)
         if x is not None:
             changes[name] = np.roll(x, step, axis=axis)
-    return replace(problem, **changes)
+    return revised(problem, changes)
 
 
 def unroll_heads(outputs: Mapping[str, Array], groups: int) -> dict[str, Array]:

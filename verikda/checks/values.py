@@ -14,7 +14,7 @@ import numpy as np
 from oracles.problem import Array
 from verikda.call import Call, Malformed
 from verikda.checks.base import Check, Context, Failure, Outcome
-from verikda.checks.transform import TOKEN_OUTPUTS, TOKENS
+from verikda.checks.transform import TOKEN_OUTPUTS, TOKENS, revised
 from verikda.floor import Judgement
 
 
@@ -56,7 +56,7 @@ def _floor(ctx: Context) -> Outcome:
 
 
 def _flip(ctx: Context, check: str, flag: str) -> Outcome:
-    call = replace(ctx.call, **{flag: not getattr(ctx.call, flag)})
+    call = replace(ctx.call, **{flag: not getattr(ctx.call, flag)})  # type: ignore[arg-type]
     return from_judgement(check, ctx.judge(ctx.run(call), call, ctx.truth), f"{flag}={getattr(call, flag)}")
 
 
@@ -113,7 +113,7 @@ def run_split(ctx: Context, cut: int) -> tuple[dict[str, Array], dict[str, str]]
 
     def run(tokens: dict[str, object], backward: bool, **states: object) -> Call:
         dtypes = {**call.dtypes, "h0": "float32", "dht": "float32"}
-        problem = replace(p, **{**tokens, **states})  # type: ignore[arg-type]
+        problem = revised(p, {**tokens, **states})
         return replace(call, backward=backward, dtypes=dtypes, problem=problem)
 
     carried = ctx.run(run(first, False, dht=None))
@@ -126,9 +126,8 @@ def run_split(ctx: Context, cut: int) -> tuple[dict[str, Array], dict[str, str]]
     outputs = {}
     for name in TOKEN_OUTPUTS:
         if name in before.outputs and name in after.outputs:
-            x = np.zeros(
-                before.outputs[name].shape[:1] + (p.q.shape[1],) + before.outputs[name].shape[2:],
-            )
+            shape = before.outputs[name].shape
+            x = np.zeros((shape[0], p.q.shape[1], *shape[2:]))
             x[:, start : start + cut], x[:, start + cut : stop] = before.outputs[name], after.outputs[name]
             outputs[name] = x
     outputs["ht"] = after.outputs["ht"]
@@ -157,8 +156,6 @@ def _always(ctx: Context) -> str | None:
     return None
 
 
-
-
 def _several_chunk_sizes(ctx: Context) -> str | None:
     return None if len(ctx.capabilities.chunk_sizes) > 1 else "the target has one chunk size"
 
@@ -175,7 +172,7 @@ CHECKS = (
     Check(
         "floor",
         "every output is finite where float64 is, and within 4 noise floors of it",
-        "UPDATE_UNDECAYED_STATE",
+        "RULE_RESIDUAL_UNDECAYED",
         False,
         _always,
         _floor,
@@ -183,15 +180,15 @@ CHECKS = (
     Check(
         "chunk_sizes",
         "the same holds for every other chunk size",
-        "CHUNK_32_HARDCODED_64",
+        "DK_CHUNK_64",
         False,
         _several_chunk_sizes,
         _chunk_sizes,
     ),
     Check(
         "split_anywhere",
-        "two calls with the state carried over give what one call gives, cut off the chunk grid or before the last token",
-        "H0_IGNORED",
+        "two calls with the state carried over give what one call gives, cut off the grid or before the last token",
+        "SIGMOID_TWICE_IN_DECODE",
         False,
         _can_split_anywhere,
         _split_anywhere,
@@ -199,7 +196,7 @@ CHECKS = (
     Check(
         "v_first",
         "states given and returned as [V,K] are the transposed ones",
-        "STATE_V_FIRST_IGNORED",
+        "STATE_V_FIRST_NOT_READ",
         False,
         _has_v_first,
         _state_v_first,
@@ -207,7 +204,7 @@ CHECKS = (
     Check(
         "recompute",
         "recomputing or storing intermediates gives gradients within the floor",
-        "NO_RECOMPUTE_STALE",
+        "SAVED_STATE_AFTER_CHUNK",
         False,
         _has_recompute,
         _recompute,
