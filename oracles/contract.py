@@ -16,10 +16,12 @@ FORWARD_SITES = ("Aqk", "A", "U", "W", "Kg", "Qg", "Vnew", "S")
 
 BACKWARD_SITES = ("dU", "dS", "dW", "betaV", "betaK", "dA", "AtdA", "dAqk")
 """Stored operands of the backward: dS is the copy used in products, betaV = diag(beta) V,
-betaK = diag(beta) exp(Gamma) K, AtdA = A^T dA."""
+betaK = diag(beta) exp(Gamma) K, AtdA = A^T dA. betaV and betaK are operands of U and W in the forward too."""
 
 INPUT_SITES = ("qn", "kn")
 """q and k after the in-operator norm."""
+
+SITES = frozenset(FORWARD_SITES + BACKWARD_SITES + INPUT_SITES)
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,14 @@ class Contract:
     name : shown in reports.
     chunk : rows per chunk, or None for the token recurrence.
     storage : dtype of every site named in `sites`.
-    sites : subset of FORWARD_SITES + BACKWARD_SITES + INPUT_SITES. A site that is not named stays in `wide`.
-    wide : dtype of everything else: running state, Gamma, accumulation, dg, dbeta.
-    inverse : how A is found.
+    sites : subset of SITES. A site that is not named stays in `wide`. The token recurrence has one, "S", its state.
+    wide : dtype of everything else: running state, Gamma, accumulation, dg, dbeta. Only float32 is emulated.
+    inverse : how A is found, see `oracles.chunked_forward.inverse`.
+
+    Raises
+    ------
+    ValueError
+        For a chunk, dtype, site or method that does not exist.
     """
 
     name: str
@@ -43,12 +50,29 @@ class Contract:
     wide: Dtype = "float32"
     inverse: Literal["substitution", "neumann"] = "substitution"
 
+    def __post_init__(self) -> None:
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"contract {self.name}: chunk is {self.chunk}; it must be at least 1, or None for tokens.")
+        if self.storage not in ("float16", "bfloat16", "float32"):
+            raise ValueError(f"contract {self.name}: storage is {self.storage!r}; use float16, bfloat16 or float32.")
+        if self.wide != "float32":
+            raise ValueError(f"contract {self.name}: wide is {self.wide!r}; only float32 is emulated.")
+        if self.inverse not in ("substitution", "neumann"):
+            raise ValueError(f"contract {self.name}: inverse is {self.inverse!r}; use substitution or neumann.")
+        unknown = sorted(self.sites - (SITES if self.chunk is not None else {"S", *INPUT_SITES}))
+        if unknown:
+            allowed = "S, qn, kn (token recurrence)" if self.chunk is None else ", ".join(sorted(SITES))
+            raise ValueError(f"contract {self.name}: {unknown[0]!r} is no site; use {allowed}.")
+
     def with_chunk(self, chunk: int) -> Contract:
         """The same sites with another chunk size."""
+        if self.chunk is None:
+            return self
         return replace(self, chunk=chunk, name=self.name.replace(f"c{self.chunk}", f"c{chunk}"))
 
 
-STORED = frozenset(FORWARD_SITES + BACKWARD_SITES + INPUT_SITES) - {"dAqk"}
+STORED = SITES - {"dAqk"}
+"""What kernels store in 16 bits; dAqk goes from one product to the next in float32."""
 
 
 def storage16(dtype: Dtype, chunk: int) -> Contract:

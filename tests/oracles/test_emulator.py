@@ -281,3 +281,30 @@ def test_sequences_do_not_meet(contract: Contract) -> None:
         for name, x in alone.items():
             part = whole[name][n : n + 1] if name in ("ht", "dh0") else whole[name][:, a:b]
             np.testing.assert_allclose(part, x, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk": 0}, "chunk is 0"),
+        ({"storage": "float64"}, "storage is 'float64'"),
+        ({"wide": "bfloat16"}, "only float32"),
+        ({"inverse": "lu"}, "inverse is 'lu'"),
+        ({"sites": frozenset({"Aqk", "AQK"})}, "'AQK' is no site"),
+        ({"chunk": None, "sites": frozenset({"S", "W"})}, "'W' is no site; use S, qn, kn"),
+    ],
+)
+def test_a_contract_names_what_exists(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Contract(**({"name": "x", "chunk": 16, "storage": "bfloat16"} | fields))
+
+
+def test_a_16_bit_state_costs_more_than_a_float32_one() -> None:
+    p = problem(decay=0.01, T=100, dtype="bfloat16")
+    truth = forward(p)["o"]
+    narrow = Contract("state-bfloat16", None, "bfloat16", frozenset({"S"}))
+    errors = [
+        np.abs(emulate(p, c, Nearest(), output_dtypes={"o": "float32"}, backward=False).outputs["o"] - truth).max()
+        for c in (narrow, recurrent32())
+    ]
+    assert errors[0] > 1000 * errors[1]
