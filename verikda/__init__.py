@@ -6,11 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verikda.case import Case as Case
+    from verikda.ops import chunk_delta_rule as chunk_delta_rule
+    from verikda.ops import chunk_delta_rule_bwd as chunk_delta_rule_bwd
+    from verikda.ops import chunk_delta_rule_fwd as chunk_delta_rule_fwd
+    from verikda.ops import chunk_kda as chunk_kda
+    from verikda.ops import chunk_kda_bwd as chunk_kda_bwd
+    from verikda.ops import chunk_kda_fwd as chunk_kda_fwd
+    from verikda.ops import recurrent_kda as recurrent_kda
 
 __version__ = "0.1.0"
 
-_LAZY = {"Case": "verikda.case"}
-__all__ = ["Case", "__version__"]
+_OPS = (
+    "chunk_delta_rule",
+    "chunk_delta_rule_bwd",
+    "chunk_delta_rule_fwd",
+    "chunk_kda",
+    "chunk_kda_bwd",
+    "chunk_kda_fwd",
+    "recurrent_kda",
+)
+_LAZY = {"Case": "verikda.case"} | dict.fromkeys(_OPS, "verikda.ops")
+__all__ = ["Case", "__version__", *_OPS]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,13 @@ class BuiltIn:
 
 
 BUILT_IN = {
+    "verikda": BuiltIn(
+        "own kernels: on the GPU if there is one, else the same sources on the CPU", "verikda.targets.own", "best"
+    ),
+    "verikda:host": BuiltIn("own kernels on the CPU (needs a C++ compiler)", "verikda.targets.own", "host"),
+    "verikda:cuda": BuiltIn(
+        "own kernels on the GPU", "verikda.targets.own", "cuda", ("cupy",), "pip install 'verikda[cuda13]' (or cuda12)"
+    ),
     "emulator": BuiltIn(
         "the chunked algorithm in NumPy, rounded to nearest where the contract says",
         "verikda.targets.emulator",
