@@ -36,9 +36,18 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class HostLibrary:
-    """A compiled shared library: its file and how it was made."""
+    """A compiled shared library.
+
+    Attributes
+    ----------
+    path, runtime : the library, whose `vk_kernel(i)` is instance i, and the one whose `vk_launch` runs it.
+    instances : its kernels.
+    compiler, flags : how it was made.
+    """
 
     path: Path
+    runtime: Path
+    instances: tuple[str, ...]
     compiler: str
     flags: tuple[str, ...]
 
@@ -89,15 +98,15 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _runtime(flags: tuple[str, ...]) -> Path:
-    """The fiber runtime as an object file, compiled once for all libraries."""
+    """The fiber runtime: one library for all kernels of a process, so that their threads share one set of stacks."""
     path, version = compiler()
     key = {"kind": "runtime", "compiler": [path, version], "flags": flags, "texts": texts(_RUNTIME)}
 
-    def build(artifact: Path) -> dict[str, str]:
-        _run([path, *flags, "-c", str(_RUNTIME), "-o", str(artifact)])
+    def make(artifact: Path) -> dict[str, str]:
+        _run([path, *flags, "-shared", str(_RUNTIME), "-o", str(artifact)])
         return {}
 
-    return _cache.fetch(key, "runtime.o", build)[0]
+    return _cache.fetch(key, "runtime.so", make)[0]
 
 
 def build(
@@ -120,25 +129,28 @@ def build(
     source = source_of(instances[0]) if source is None else source
     path, version = compiler()
     flags = (*_FLAGS, *_machine_flags(), *_variant_flags(sanitize), *(f"-D{name}" for name in defines))
+    runtime = _runtime(flags)
     key = {
         "kind": "host",
         "instances": list(instances),
         "compiler": [path, version],
         "flags": flags,
-        "texts": texts(source) | texts(_RUNTIME),
+        "texts": texts(source),
+        "runtime": str(runtime),  # the library names it by its path
     }
 
     def make(artifact: Path) -> dict[str, str]:
-        rows = "".join(f'    vk::host::make_kernel<&{name}>("{name}"),\n' for name in instances)
+        rows = "".join(f'        vk::host::make_kernel<&{name}>("{name}"),\n' for name in instances)
         unit = artifact.with_name("unit.cpp")
         unit.write_text(
-            f'#include "{source}"\nusing namespace vk;\nconst vk::host::Kernel vk_kernels[] = {{\n{rows}}};\n'
-            f"const int vk_kernel_count = {len(instances)};\n"
+            f'#include "{source}"\nusing namespace vk;\n'
+            'extern "C" __attribute__((visibility("default"))) const vk::host::Kernel* vk_kernel(int i) {\n'
+            f"    static constexpr vk::host::Kernel kernels[] = {{\n{rows}    }};\n    return &kernels[i];\n}}\n"
         )
-        _run([path, *flags, f"-I{INCLUDE}", "-shared", str(unit), str(_runtime(flags)), "-o", str(artifact)])
+        _run([path, *flags, f"-I{INCLUDE}", "-shared", str(unit), str(runtime), "-o", str(artifact)])
         return {}
 
-    return HostLibrary(_cache.fetch(key, "kernels.so", make)[0], version, flags)
+    return HostLibrary(_cache.fetch(key, "kernels.so", make)[0], runtime, tuple(instances), version, flags)
 
 
 def sanitizer_library() -> Path:

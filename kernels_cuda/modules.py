@@ -104,18 +104,19 @@ class Host:
         self._options = _Options(ORDERS.index(order), seed, int(late_copies), poison)
         self._sanitize, self._source, self._defines = sanitize, source, tuple(defines)
         self._together = tuple(instances)
-        self._launchers: dict[str, Any] = {}
+        self._kernels: dict[str, tuple[Any, int]] = {}
 
     def launch(self, kernel: str, grid: Dims, block: int, shared: int, args: Sequence[Any], stream: int = 0) -> None:
         """See `Backend.launch`."""
-        if kernel not in self._launchers:
+        if kernel not in self._kernels:
             self._compile(self._together if kernel in self._together else (kernel,))
         pointers = _pack(kernel, args)
         if 0 in grid:
             return
         sizes = (ctypes.c_uint * max(1, len(args)))(*(ctypes.sizeof(value) for value in args))
-        error = self._launchers[kernel](
-            kernel.encode(),
+        launch, address = self._kernels[kernel]
+        error = launch(
+            ctypes.c_void_p(address),
             (ctypes.c_uint * 3)(*grid),
             (ctypes.c_uint * 3)(block, 1, 1),
             ctypes.c_ulonglong(shared),
@@ -129,9 +130,9 @@ class Host:
 
     def _compile(self, kernels: Sequence[str]) -> None:
         library = host_build.build(kernels, source=self._source, sanitize=self._sanitize, defines=self._defines)
-        launch = ctypes.CDLL(str(library.path)).vk_launch
-        launch.restype = ctypes.c_char_p
-        self._launchers |= dict.fromkeys(kernels, launch)
+        launch, kernel = ctypes.CDLL(str(library.runtime)).vk_launch, ctypes.CDLL(str(library.path)).vk_kernel
+        launch.restype, kernel.restype = ctypes.c_char_p, ctypes.c_void_p
+        self._kernels |= {name: (launch, kernel(i)) for i, name in enumerate(library.instances)}
 
 
 class Cuda:

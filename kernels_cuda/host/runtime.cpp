@@ -402,20 +402,15 @@ void require_shared(const char* what, const void* p, u64 bytes, Site site) {
 // ---- C interface --------------------------------------------------------------------------------
 
 // Null on success, else one sentence that stays valid until the next call. `args` points to the `count` arguments'
-// values, as for cuLaunchKernel; `sizes` are their bytes. `options` may be null. One launch at a time per library.
+// values, as for cuLaunchKernel; `sizes` are their bytes. One launch at a time per process.
 extern "C" __attribute__((visibility("default"))) const char* vk_launch(
-    const char* name, const unsigned* grid, const unsigned* block, unsigned long long shared_bytes, void** args,
-    const unsigned* sizes, int count, const vk::host::Options* options) {
+    const vk::host::Kernel* kernel, const unsigned* grid, const unsigned* block, unsigned long long shared_bytes,
+    void** args, const unsigned* sizes, int count, const vk::host::Options* options) {
     using namespace vk::host;
     static std::mutex mutex;
     static std::string error;
     const std::lock_guard<std::mutex> lock(mutex);
-    const Kernel* kernel = nullptr;
-    for (int i = 0; i < vk_kernel_count; ++i)
-        if (std::strcmp(vk_kernels[i].name, name) == 0) kernel = &vk_kernels[i];
-    if (!kernel)
-        error = std::string("no kernel named ") + name + " in this library";
-    else if (block[0] == 0 || block[0] % 32 || block[0] > max_threads || block[1] != 1 || block[2] != 1)
+    if (block[0] == 0 || block[0] % 32 || block[0] > max_threads || block[1] != 1 || block[2] != 1)
         error = "block is " + triple(block[0], block[1], block[2]) +
                 "; allowed: (n,1,1) with n a multiple of 32 up to 1024";
     else if (grid[0] - 1 >= 0x7fffffffu || grid[1] - 1 >= 65535u || grid[2] - 1 >= 65535u)  // 0 wraps
@@ -424,12 +419,12 @@ extern "C" __attribute__((visibility("default"))) const char* vk_launch(
         error = std::to_string(shared_bytes) + " bytes of shared memory asked for; allowed: " +
                 std::to_string(max_shared_bytes);
     else if (count != kernel->parameters)
-        error = std::string(name) + " takes " + std::to_string(kernel->parameters) + " arguments; given: " +
+        error = std::string(kernel->name) + " takes " + std::to_string(kernel->parameters) + " arguments; given: " +
                 std::to_string(count);
     else if (const int wrong = first_difference(kernel->sizes, sizes, count); wrong < count)
-        error = "argument " + std::to_string(wrong) + " of " + name + " has " + std::to_string(kernel->sizes[wrong]) +
-                " bytes; given: " + std::to_string(sizes[wrong]);
+        error = "argument " + std::to_string(wrong) + " of " + kernel->name + " has " +
+                std::to_string(kernel->sizes[wrong]) + " bytes; given: " + std::to_string(sizes[wrong]);
     else
-        error = runtime.launch(*kernel, args, grid, int(block[0]), shared_bytes, options ? *options : Options{});
+        error = runtime.launch(*kernel, args, grid, int(block[0]), shared_bytes, *options);
     return error.empty() ? nullptr : error.c_str();
 }

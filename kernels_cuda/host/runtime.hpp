@@ -20,6 +20,9 @@ struct Current {
     unsigned char* shared;  // dynamic shared memory of the block
     u64 shared_bytes;
 };
+
+#pragma GCC visibility push(default)  // one runtime serves all kernel libraries of a process
+
 extern Current current;
 
 void barrier(Site site);
@@ -34,7 +37,9 @@ void copy_wait(u64 newest);
 void require_aligned(const char* what, const void* p, Site site);
 void require_shared(const char* what, const void* p, u64 bytes, Site site);
 
-// One kernel instance of a library; the generated unit lists them in vk_kernels.
+#pragma GCC visibility pop
+
+// One kernel instance, as vk_launch takes it.
 struct Kernel {
     const char* name;
     void (*call)(void** args);
@@ -64,6 +69,3 @@ template <auto F> constexpr Kernel make_kernel(const char* name) {
 }
 
 }  // namespace vk::host
-
-extern const vk::host::Kernel vk_kernels[];
-extern const int vk_kernel_count;

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from ctypes import c_float, c_int32, c_int64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,19 @@ def test_each_block_starts_with_poison(poison: int) -> None:
     for _ in range(2):
         (out,) = launch(host(poison=poison), "uninitialised", np.zeros(32, np.uint32), grid=(4, 1, 1), shared=128)
         assert (out == poison).all()
+
+
+def test_libraries_share_their_threads() -> None:
+    """A process may load hundreds of kernels: stacks of each own would exhaust the mappings the system allows."""
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    launch(host(), "reversed<true>", ramp(1024), zeros(1024), threads=1024, shared=4096)
+    before = mappings()
+    apart = Host(source=FAULTS)
+    launch(apart, "reversed<true>", ramp(1024), zeros(1024), threads=1024, shared=4096)
+    assert mappings() - before < 50
 
 
 # ---- other builds of the runtime -----------------------------------------------------------------
