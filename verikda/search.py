@@ -32,6 +32,7 @@ class Settings:
     turns : further checks per case beside those that cost no call.
     seconds : wall-clock limit, None for none; shrinking may run past it by `shrink_seconds` per finding.
     limit : largest ratio that passes.
+    shrink_attempts, shrink_seconds : budget of shrinking one finding.
     seed : of Hypothesis; the same seed and versions give the same cases.
     """
 
@@ -42,7 +43,8 @@ class Settings:
     limit: float = 4.0
     seed: int = 0
     checks: tuple[Check, ...] = CHECKS
-    shrink_seconds: float = 20.0
+    shrink_attempts: int = 250
+    shrink_seconds: float = 60.0
 
 
 @dataclass
@@ -206,16 +208,21 @@ class Search:
         return report
 
     def _shrunk(self, report: CaseReport, check: str) -> Finding:
-        one = (BY_NAME[check],)
+        one, settings = (BY_NAME[check],), self.settings
         failures = next(o.failures for o in report.outcomes if o.check == check)
 
         def attempt(case: Case) -> CaseReport | None:
             if permits(self.target.capabilities, case) is not None:
                 return None
-            again = run_case(self.target, case, one, limit=self.settings.limit)
+            again = run_case(self.target, case, one, limit=settings.limit)
             return again if again.verdict == "fail" else None
 
-        case, minimal = shrink(report.case, lambda c: attempt(c) is not None, seconds=self.settings.shrink_seconds)
+        case, minimal = shrink(
+            report.case,
+            lambda c: attempt(c) is not None,
+            seconds=settings.shrink_seconds,
+            attempts=settings.shrink_attempts,
+        )
         final = attempt(case)
         if final is not None and final.failures:
             return Finding(self.target.name, check, case, minimal, final.failures, report.case, final.ran)

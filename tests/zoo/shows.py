@@ -38,6 +38,7 @@ SOFTPLUS: Knobs = {"gate": "softplus", "lengths": (90,)}
 BOUNDED: Knobs = {"gate": "bounded", "lower_bound": -3.0}
 
 SHOWS: dict[Fault, tuple[Knobs, ...]] = {
+    Fault.DTYPE_CACHED: ({"dtype": "bfloat16", "g_dtype": "bfloat16"},),
     Fault.RULE_UNGATED_LINEAR: ({"gate": "none"},),
     Fault.MASK_AFTER_EXP: (AT_BOUND,),
     Fault.MASK_AFTER_EXP_BACKWARD: (AT_BOUND,),

@@ -126,8 +126,7 @@ def test_every_check_is_named_by_a_fault(name: str) -> None:
 def test_faults_are_told_apart() -> None:
     infos = [f.info for f in Fault]
     assert len(Fault.__members__) == len(Fault) == len({i.what for i in infos})
-    # No check makes two calls of unlike dtypes, so the fault that keeps a dtype between calls has no killer.
-    assert [f for f in Fault if not f.info.kills] == [Fault.NONE, Fault.DTYPE_CACHED]
+    assert [f for f in Fault if not f.info.kills] == [Fault.NONE]
 
 
 def test_targets_by_name() -> None:

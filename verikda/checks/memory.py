@@ -78,7 +78,8 @@ def other_calls(ctx: Context) -> dict[str, Call]:
     for dtype in ctx.capabilities.dtypes:
         if dtype != here:
             dtypes = {n: dtype if d == here and n in _FOLLOW else d for n, d in ctx.call.dtypes.items()}
-            values = {n: round_to(getattr(p, n), dtypes[n]) for n in _FOLLOW if getattr(p, n) is not None}
+            # times 0.999, so that the other dtype's last bits are in use
+            values = {n: round_to(0.999 * getattr(p, n), dtypes[n]) for n in _FOLLOW if getattr(p, n) is not None}
             if all(np.isfinite(x).all() for n, x in values.items() if n != "g"):
                 found[f"a call in {dtype}"] = replace(ctx.call, dtypes=dtypes, problem=revised(p, values))
                 break

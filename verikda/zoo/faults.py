@@ -415,7 +415,7 @@ class Fault(Enum):
         "q, k, v are loaded in the dtype of the process's first call",
         ("cuLA #43",),
         "16-bit, then float32",
-        kills=(),
+        kills=("call_order",),
     )
 
     # Precision

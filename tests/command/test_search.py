@@ -1,0 +1,154 @@
+"""The search finds planted faults, shrinks them to what is needed, keeps what it found, and passes a healthy target.
+
+Planted faults: STATE_TRANSPOSED-like value faults and memory faults of the zoo. What could go wrong here: a failure
+lost, a finding that does not fail again, a shrunk case with a knob that is not needed, a pass that judged nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
+from verikda.case import Case
+from verikda.checks import BY_NAME, CHECKS, named
+from verikda.run_case import run_case
+from verikda.search import Search, Settings
+from verikda.shrink import candidates, shrink
+from verikda.strategies import stratified
+from verikda.targets import resolve
+from verikda.zoo.faults import Fault, forget
+from verikda.zoo.target import ZooTarget
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    forget()
+
+
+class Odd(ZooTarget):
+    """The healthy zoo behind a hook that may raise or change the answer."""
+
+    def __init__(self, hook: Any) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def run(self, call: Call) -> Result:
+        return self.hook(call, super().run)
+
+
+def search(target: Any, cases: int = 12, **more: Any) -> Any:
+    return Search(target, Settings(cases=cases, stratified=min(cases, 10), turns=1, shrink_attempts=40, **more)).run()
+
+
+def test_a_healthy_target_passes_and_every_output_is_judged() -> None:
+    summary = search(ZooTarget(), 14)
+    assert summary.verdict == "pass"
+    assert set(summary.judged) >= {"o", "ht", "dq", "dk", "dv", "dg", "dbeta"}
+    assert all(0 < ratio <= 4 for ratio, _ in summary.worst.values())
+    assert sum(summary.verdicts.values()) == 14
+
+
+@pytest.mark.parametrize("fault", [Fault.RULE_RESIDUAL_UNDECAYED, Fault.DH0_OFF, Fault.INPUT_OVERWRITTEN])
+def test_a_fault_is_found_and_its_finding_fails_again(fault: Fault) -> None:
+    summary = search(ZooTarget(fault), 12)
+    assert summary.verdict == "fail"
+    for finding in summary.findings:
+        again = run_case(ZooTarget(fault), finding.case, (BY_NAME[finding.check],))
+        assert again.verdict == "fail"
+        assert run_case(ZooTarget(), finding.case, (BY_NAME[finding.check],)).verdict == "pass"
+
+
+def test_the_same_seed_finds_the_same() -> None:
+    def found() -> list[tuple[str, Case]]:
+        forget()
+        return [(f.check, f.case) for f in search(ZooTarget(Fault.DH0_OFF), 12, seed=5).findings]
+
+    assert found() == found() != []
+
+
+def test_a_shrunk_case_needs_every_knob() -> None:
+    """Fails only for K != V with an initial state: nothing else may be left in the case."""
+    start = Case(lengths=(40, 40), heads=3, groups=2, K=12, V=9, h0="random", dht=True, dtype="float16", seed=77,
+                 gate_regime="spike", beta_sigmoid=True, layout="sliced")  # fmt: skip
+    case, minimal = shrink(start, lambda c: c.h0 != "none" and c.K > c.V)
+    assert minimal
+    assert case == Case(h0=case.h0, K=2)
+    assert all(not (c.h0 != "none" and c.K > c.V) for c in candidates(case))
+
+
+def test_shrinking_stops_at_its_budget_and_says_so() -> None:
+    start = Case(lengths=(64,), K=64, V=64)
+    case, minimal = shrink(start, lambda c: True, attempts=3)
+    assert not minimal
+    assert case != start
+
+
+def test_candidates_are_valid_and_different() -> None:
+    for case in stratified(Capabilities(), 40):
+        steps = list(candidates(case))
+        assert case not in steps
+        assert steps or case == Case()
+
+
+def test_a_refusal_is_no_failure_and_a_search_of_refusals_is_inconclusive() -> None:
+    def refuse(call: Call, run: Any) -> Result:
+        raise Refused("not today")
+
+    summary = search(Odd(refuse), 6)
+    assert summary.verdict == "inconclusive"
+    assert summary.refusals["not today"] == 6
+    assert not summary.findings
+
+
+@pytest.mark.parametrize("error", [Crashed("CUDA error"), Malformed("o has no axes")])
+def test_a_crash_or_a_malformed_answer_is_a_failure(error: Exception) -> None:
+    def fail(call: Call, run: Any) -> Result:
+        raise error
+
+    summary = search(Odd(fail), 3)
+    assert summary.verdict == "fail"
+    assert str(error) in summary.findings[0].failures[0].message
+
+
+def test_an_output_that_is_promised_but_missing_is_a_failure() -> None:
+    def forward_only(call: Call, run: Any) -> Result:
+        result = run(call)
+        return replace(result, outputs={n: x for n, x in result.outputs.items() if not n.startswith("d")})
+
+    report = run_case(Odd(forward_only), Case(lengths=(3,), K=2, V=2), named(("floor",)))
+    assert report.verdict == "fail"
+    assert "dq is missing" in report.failures[0].message
+
+
+def test_an_interrupt_keeps_what_was_found() -> None:
+    seen = []
+
+    def stop(report: Any) -> None:
+        seen.append(report)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    run = Search(ZooTarget(), Settings(cases=50, stratified=50, turns=0), on_report=stop)
+    summary = run.run()
+    assert summary.interrupted
+    assert sum(summary.verdicts.values()) == 5
+
+
+def test_the_time_limit_ends_the_search() -> None:
+    summary = search(ZooTarget(), 10_000, seconds=0.5)
+    assert 0 < sum(summary.verdicts.values()) < 200
+
+
+def test_a_case_that_cannot_tell_is_inconclusive() -> None:
+    zero = Case(lengths=(4,), K=2, V=2, value_regime="zero", do_regime="zero")
+    report = run_case(resolve("emulator"), zero, named(("floor",)))
+    assert report.verdict == "inconclusive"
+
+
+def test_checks_are_documented() -> None:
+    for check in CHECKS:
+        assert check.proves
+        assert Fault[check.kills].info.kills.count(check.name) == 1
