@@ -130,6 +130,12 @@ def _gated(seed: int, bounded: float | None, spread: float, A_log: float | None 
     )
 
 
+def _one_channel(seed: int) -> Problem:
+    """The gradient lies along q and k: the norm lets 1e-6 of it through."""
+    p, r = _base(seed, K=1), np.random.default_rng(seed + 1)
+    return replace(p, q=r.uniform(2, 3, size=p.q.shape), k=r.uniform(2, 3, size=p.k.shape), qk_l2norm=True)
+
+
 def _zero_rows(seed: int) -> Problem:
     p = replace(_base(seed), qk_l2norm=True)
     p.q[:, 3], p.k[:, 5], p.k[:, 0] = 0.0, 0.0, 0.0
@@ -191,12 +197,14 @@ REGIMES: Mapping[str, Callable[[], Problem]] = {
     "softplus, extreme": lambda: _gated(29, None, 300.0, A_log=2.0),
     "softplus, beyond exp": lambda: _gated(30, None, 1e5, A_log=5.0),
     "softplus, no A_log, no bias": lambda: _gated(31, None, 3.0, A_log=None, bias=False),
+    "softplus, small multiplier": lambda: _gated(51, None, 1e4, A_log=-9.0),
+    "softplus, beyond float64": lambda: _gated(52, None, 1e300, A_log=690.0),
     "bounded": lambda: _gated(32, -5.0, 3.0),
     "bounded, extreme": lambda: _gated(33, -5.0, 300.0, A_log=2.0),
     "bounded, beyond exp": lambda: _gated(34, -0.01, 1e5, A_log=5.0),
     "bounded, no A_log, no bias": lambda: _gated(35, -1.0, 3.0, A_log=None, bias=False),
     "q/k norm": lambda: replace(_scaled(36, k=3), qk_l2norm=True),
-    "q/k norm, one channel": lambda: replace(_base(50, K=1), qk_l2norm=True),
+    "q/k norm, one channel": lambda: _one_channel(50),
     "q/k norm, zero rows": lambda: _zero_rows(37),
     "q/k norm, tiny": lambda: replace(_scaled(38, k=-12, q=-40), qk_l2norm=True),
     "q/k norm, huge": lambda: replace(_scaled(39, k=100, q=100), qk_l2norm=True),
