@@ -209,7 +209,7 @@ class NoisyOperations(StochasticOperations):
         return np.floor(y / FLUSH + self.rng.random((y.shape[0], 1, 1, 1))) * FLUSH
 
     def dot(self, a: Floats, b: Floats) -> Floats:
-        s = np.matmul(a, b)
+        s: Floats = np.matmul(a, b)
         a0, b0 = one_run(a), one_run(b)
         squares = np.matmul(a0 * a0, b0 * b0)
         used_a = np.count_nonzero(a0, axis=-1)[..., :, None]
