@@ -14,7 +14,7 @@ from verikda.call import Call
 from verikda.targets.base import Target, TargetError
 
 _TEMPLATE = '''"""Standalone reproducer for {name}, written by verikda {version}. Needs numpy, torch and the target."""
-import base64, importlib, zlib
+import base64, importlib, sys, zlib
 import numpy as np
 import torch
 
@@ -24,6 +24,7 @@ def array(shape, text):  # little-endian float64, zlib, base64
 def tensor(dtype, shape, text):
     return torch.from_numpy(array(shape, text).copy()).to(getattr(torch, dtype)).to(DEVICE)
 
+sys.path.insert(0, "")  # a module in the current folder
 DEVICE = {device!r}
 inputs = {{
 {inputs}}}

@@ -1,0 +1,134 @@
+"""Files and messages: a finding read back is the same, a record is strict JSON Lines, a corpus only grows."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from verikda.case import Case
+from verikda.checks.base import Failure, Outcome
+from verikda.finding import Finding, hex_of, load_case, message
+from verikda.record import Record, case_line
+from verikda.run_case import CaseReport, run_case
+from verikda.targets import resolve
+from verikda.worst import Corpus
+from verikda.zoo.faults import Fault, forget
+from verikda.zoo.target import ZooTarget
+
+CASE = Case(lengths=(5,), K=3, V=2, overrides=(("g", 0, -math.inf),))
+FAILURE = Failure("floor", "dq", "dq[0, 1, 0, 2] is off", (0, 1, 0, 2), 1.0, math.nan, "bfloat16", math.inf)
+
+
+def finding(**changes: object) -> Finding:
+    return replace(Finding("zoo:DQ_OFF", "floor", CASE, True, (FAILURE,), CASE, "ran here"), **changes)
+
+
+def test_a_finding_is_strict_json_and_its_case_comes_back(tmp_path: Path) -> None:
+    path = finding().write(tmp_path)
+    data = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert data["failures"][0]["expected"] == {"value": "1.0", "hex": "0x3f80"}
+    assert data["failures"][0]["actual"]["value"] == "nan"
+    assert load_case(path) == (CASE, "zoo:DQ_OFF", "floor")
+    assert finding().write(tmp_path) == path
+    assert finding(case=Case()).write(tmp_path) != path
+
+
+def test_the_message_says_what_where_how_much_and_how_to_run_it_again() -> None:
+    text = message("zoo:DQ_OFF", (FAILURE,), CASE, "verikda replay x.json")
+    for part in ("FAIL  zoo:DQ_OFF", "floor / dq", "[0, 1, 0, 2]", "expected 1 (bfloat16 0x3f80)", "got nan",
+                 "noise floor = inf", "T=5", "K=3 V=2", "replay: verikda replay x.json"):  # fmt: skip
+        assert part in text
+    many = message("t", (FAILURE,) * 9, CASE, "r", minimal=False)
+    assert "and 3 more" in many
+    assert "shrinking ran out" in many
+
+
+def test_bits_of_a_number_outside_its_dtype_are_marked() -> None:
+    assert hex_of(1.0, "float32") == "0x3f800000"
+    assert hex_of(1.0 + 2**-40, "float32") == "~0x3f800000"
+
+
+def test_the_record_is_appended_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    outcome = Outcome("floor", "fail", (FAILURE,), {"dq": math.inf, "o": 0.5}, "why")
+    report = CaseReport(CASE, (outcome,), {}, "ran", 3, 0.25)
+    for _ in range(2):
+        record = Record(path)
+        record.write({"kind": "run"})
+        record.write(case_line(report))
+        record.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run", "case"] * 2
+    assert all(line["schema"] == 1 for line in lines)
+    assert lines[1]["ratios"]["floor"] == {"dq": "inf", "o": 0.5}
+    assert Case.from_dict(lines[1]["case"]) == CASE
+
+
+def test_a_line_is_on_disk_before_the_run_ends(tmp_path: Path) -> None:
+    record = Record(tmp_path / "run.jsonl")
+    record.write({"kind": "run"})
+    assert (tmp_path / "run.jsonl").read_text().endswith("\n")
+
+
+def report_of(case: Case, ratio: float, verdict: str = "pass") -> CaseReport:
+    return CaseReport(case, (Outcome("floor", verdict, (), {"dg": ratio}),), {}, "", 1, 0.1)
+
+
+def test_the_corpus_grows_by_records_only_and_comes_back_worst_first(tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path)
+    first, second = Case(lengths=(2,)), Case(lengths=(3,))
+    assert not corpus.offer("t", report_of(first, 1.2))
+    assert corpus.offer("t", report_of(first, 1.6))
+    assert not corpus.offer("t", report_of(second, 1.9))
+    assert corpus.offer("t", report_of(second, 2.1))
+    assert not corpus.offer("t", report_of(Case(lengths=(4,)), 50.0, "fail"))
+    assert corpus.offer("t", report_of(replace(first, dtype="float16"), 1.6))
+    again = Corpus(tmp_path)
+    assert again.cases()[0] == second
+    assert len(again.cases()) == 3 == len(list(tmp_path.glob("*.json")))
+
+
+def test_a_corpus_without_a_folder_writes_nothing() -> None:
+    assert not Corpus(None).offer("t", report_of(CASE, 3.0))
+
+
+def test_loading_a_case_runs_no_code(tmp_path: Path) -> None:
+    path = tmp_path / "evil.json"
+    evil = json.loads(finding().to_json())
+    evil["target"] = "os:system"
+    path.write_text(json.dumps(evil))
+    case, target, _ = load_case(path)
+    assert (case, target) == (CASE, "os:system")  # named, neither imported nor called
+
+
+def test_a_standalone_script_shows_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the script calls a torch function")
+    import subprocess
+    import sys
+
+    from verikda.inputs import make_call
+    from verikda.snippet import write_snippet
+
+    toy = Path(__file__).parents[1] / "targets"
+    monkeypatch.syspath_prepend(toy)
+    target = resolve("toy_kda:chunk_kda")
+    case = Case(lengths=(6,), K=3, V=2, h0="random", dht=True, gate_in_kernel=True, A_log=True, state_v_first=True)
+    script = tmp_path / "show.py"
+    write_snippet(script, target, make_call(case), "toy_kda:chunk_kda")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=toy, check=False)
+    assert run.returncode == 0, run.stderr
+    for name in ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log"):
+        line = next(text for text in run.stdout.splitlines() if text.split()[0] == name)
+        expected, got = (float(part.split()[-1].strip("np.float64(),")) for part in line.split(", got"))
+        assert abs(expected - got) <= 1e-5 * max(1.0, abs(expected))
+
+
+def test_replay_of_a_finding_fails_on_the_faulty_target_and_passes_on_the_healthy_one() -> None:
+    forget()
+    case = Case(lengths=(5,), K=3, V=2)
+    assert run_case(ZooTarget(Fault.DV_OFF), case).verdict == "fail"
+    assert run_case(ZooTarget(), case).verdict == "pass"
