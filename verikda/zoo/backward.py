@@ -97,7 +97,8 @@ def chunk_gradients(c: Chunk, dO: Array, dS: Array, s: Settings) -> tuple[dict[s
     if fault is not Fault.DG_KG_MISSING:
         dG[:, last] += inner.sum(axis=1)
     if fault is not Fault.DG_STATE_MISSING:
-        dG[:, last] += (c.S * dS).sum(-1) * gamma.total
+        # The stored copies, as in dKg: their roundings cancel in the suffix sum, which those of S and dS would not.
+        dG[:, last] += (S_copy * dS_copy).sum(-1) * gamma.total
     dV = beta * (c.A @ dU if fault is Fault.DV_A_NOT_TRANSPOSED else AtdU)
     return {"q": dQ, "k": dK, "v": dV, "g": _dg(dG, gamma, s), "beta": dbeta}, dS_prev
 

@@ -13,8 +13,8 @@ from verikda.zoo.gates import Array
 
 Mask = npt.NDArray[np.bool_]
 
-RESET = np.float32(-1e30)
-"""Gates below this close the channel: exp is 0 and 64 of them still sum to a finite number."""
+RESET = np.float32(-104)
+"""Gates below this close the channel: exp is 0 in float32, and Gamma keeps its digits for the decays that follow."""
 
 
 def bf16(x: Array) -> Array:
@@ -43,7 +43,7 @@ class Gamma:
     ----------
     rows : tokens of the chunk; later rows are padding.
     g, G : [HV,C,K], gate and its cumulative sum without closed gates.
-    closed : [HV,C,K], whether a gate is -inf.
+    closed : [HV,C,K], whether a gate is below RESET.
     resets : [HV,C,K], closed gates up to each row: rows of different count share nothing.
     """
 
