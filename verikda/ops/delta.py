@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from verikda.ops import engine
+from verikda.ops.compiling import eager
 from verikda.ops.engine import Ready
 from verikda.ops.kda import check_gradients, run
 from verikda.ops.validate import check_call, check_like
 
 
+@eager
 def chunk_delta_rule(
     q: Any,
     k: Any,
@@ -59,6 +61,7 @@ def chunk_delta_rule(
     return run(call, bool(output_final_state), not disable_recompute)
 
 
+@eager
 def chunk_delta_rule_fwd(
     q: Any,
     k: Any,
@@ -91,6 +94,7 @@ def chunk_delta_rule_fwd(
     return out["o"], out["A"], out.get("ht")
 
 
+@eager
 def chunk_delta_rule_bwd(
     q: Any,
     k: Any,

@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from verikda.ops import engine
+from verikda.ops.compiling import eager
 from verikda.ops.engine import Ready
 from verikda.ops.validate import Checked, check_call, check_like, check_state
 
 _SAVED = {"w": "W", "qg": "Qg", "kg": "Kg", "v_new": "Vnew", "h": "S"}
 
 
+@eager
 def chunk_kda(
     q: Any,
     k: Any,
@@ -124,6 +126,7 @@ def run(call: Checked, final_state: bool, recompute: bool, intermediate_states: 
     return (*answer, engine.states(ready, out["S"])) if intermediate_states else answer
 
 
+@eager
 def recurrent_kda(
     q: Any,
     k: Any,
@@ -164,6 +167,7 @@ def recurrent_kda(
     return o, ht
 
 
+@eager
 def chunk_kda_fwd(
     q: Any,
     k: Any,
@@ -228,6 +232,7 @@ def chunk_kda_fwd(
     return found["o"], found.get("ht"), *out.values(), h, initial_state
 
 
+@eager
 def chunk_kda_bwd(
     q: Any,
     k: Any,
