@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'")
-
-from dataclasses import replace
-
 import small
 
 from oracles.recurrence import forward_reverse
 from verikda.ops import chunk_delta_rule, chunk_kda, recurrent_kda
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'")
 
 PROBLEMS: dict[str, dict[str, Any]] = {
     "grouped": {},

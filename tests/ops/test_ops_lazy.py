@@ -30,5 +30,5 @@ def test_every_operator_is_public():
     for name in ops.__all__:
         assert getattr(verikda, name) is getattr(ops, name)
         assert name in verikda.__all__
-    with pytest.raises(AttributeError, match="no attribute 'chunk_gdn'; it has .*chunk_kda"):
+    with pytest.raises(AttributeError, match=r"no attribute 'chunk_gdn'; it has .*chunk_kda"):
         verikda.chunk_gdn  # noqa: B018

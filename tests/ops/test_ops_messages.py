@@ -228,7 +228,9 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     host_build.compiler.cache_clear()
     try:
-        with pytest.raises(CompileError, match=r"needs a C\+\+17 compiler, and CXX=no-such-compiler is not .*; install"):
+        with pytest.raises(
+            CompileError, match=r"needs a C\+\+17 compiler, and CXX=no-such-compiler is not .*; install"
+        ):
             chunk_kda(**valid())
     finally:
         host_build.compiler.cache_clear()

@@ -55,7 +55,7 @@ def registered(monkeypatch):
 
 def test_the_list():
     lines = {line.name: line for line in available()}
-    assert {"emulator", "zoo", "transformers", "transformers:recurrent", "fla"} <= set(lines)
+    assert {"verikda", "emulator", "zoo", "transformers", "transformers:recurrent", "fla"} <= set(lines)
     assert lines["emulator"].installed
     for line in lines.values():
         assert line.description
@@ -71,7 +71,9 @@ def test_what_is_missing_is_said(monkeypatch):
 
 
 def test_unknown_names():
-    with pytest.raises(TargetError, match=r"target 'flah' is not known: use one of emulator, .*, or package.module:f"):
+    with pytest.raises(
+        TargetError, match=r"target 'flah' is not known: use one of verikda, .*emulator, .*, or package.module:f"
+    ):
         resolve("flah")
 
 

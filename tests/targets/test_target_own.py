@@ -1,0 +1,97 @@
+"""The own kernels as targets: they run what they say, agree with the recurrence, and say what is missing."""
+
+from __future__ import annotations
+
+import sys
+
+import calls
+import numpy as np
+import pytest
+
+from kernels_cuda import host_build
+from kernels_cuda.sources import source_hash
+from oracles.recurrence import forward_reverse
+from verikda.call import Capabilities
+from verikda.targets import TargetError, available, own, resolve
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    host_build.compiler.cache_clear()
+    yield
+    host_build.compiler.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(own, "gpu_missing", lambda: "CuPy finds no CUDA device")
+
+
+CALLS = {
+    "kda": {"recompute": False},
+    "delta": {"gate": "none"},
+    "pack": {
+        "cu_seqlens": [0, 0, 3, 5], "offsets": "int32", "shape": (1, 8, 1, 2, 3, 4), "gate": "softplus", "params": True,
+        "state_v_first": True, "layout": "strided", "poison": float("nan"),
+    },
+    "forward": {"backward": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_on_the_cpu(name):
+    target = resolve("verikda:host")
+    call = calls.make(chunk_size=16, **CALLS[name])
+    result, wanted = target.run(call), forward_reverse(call.problem)
+    names = {n for n, x in wanted.items() if x is not None and (call.backward or n in ("o", "ht"))}
+    assert set(result.outputs) == names
+    for n, x in result.outputs.items():
+        assert np.abs(x - wanted[n]).max() <= 1e-5 * np.abs(wanted[n]).max(), n
+    assert result.changed == ()
+    assert result.ran == f"kernels_cuda {source_hash()}, NumPy on the CPU"
+    assert result.dtypes["o"] == "float32"
+
+
+def test_what_it_says_of_itself(no_gpu):
+    target = resolve("verikda")
+    assert target.name == "verikda"
+    assert target.capabilities == Capabilities()
+    assert target.contract(calls.make("float32", chunk_size=32)).name == "float32-c32"
+    assert target.contract(calls.make("bfloat16", chunk_size=16)).name == "storage-bfloat16-c16"
+    assert {"verikda", "verikda:host", "verikda:cuda"} <= {line.name for line in available()}
+
+
+def test_without_a_gpu(no_gpu):
+    with pytest.raises(TargetError, match=r"verikda:cuda needs a GPU: CuPy finds no CUDA device; use verikda:host"):
+        resolve("verikda:cuda")
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(TargetError, match=r"needs a GPU: CuPy cannot be imported .*: pip install 'verikda\[cuda13\]'"):
+        resolve("verikda:cuda")
+
+
+def test_with_neither_gpu_nor_compiler(no_gpu, no_compiler):
+    message = (
+        r"target verikda finds no GPU \(CuPy finds no CUDA device\), and running kernels on the CPU needs a C\+\+17 "
+        r"compiler, .*; install g\+\+ or set CXX; to try the checks without kernels use the target 'emulator'"
+    )
+    with pytest.raises(TargetError, match=f"^{message}$"):
+        resolve("verikda")
+    with pytest.raises(TargetError, match=r"^running kernels on the CPU needs .* use the target 'emulator'$"):
+        resolve("verikda:host")
+
+
+def test_without_torch():
+    """In a process where torch cannot be imported."""
+    import subprocess
+
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.path.insert(0, 'tests/targets'); import calls\n"
+        "from verikda.targets import resolve\n"
+        "print(sorted(resolve('verikda:host').run(calls.make(chunk_size=16)).outputs))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'dbeta', 'dg', 'dh0', 'dk', 'dq', 'dv', 'ht', 'o'" in done.stdout
