@@ -39,7 +39,11 @@ BUILT_IN = {
     ),
     "verikda:host": BuiltIn("own kernels on the CPU (needs a C++ compiler)", "verikda.targets.own", "host"),
     "verikda:cuda": BuiltIn(
-        "own kernels on the GPU", "verikda.targets.own", "cuda", ("cupy",), "pip install 'verikda[cuda13]' (or cuda12)"
+        "own kernels on the GPU (needs one)",
+        "verikda.targets.own",
+        "cuda",
+        ("cupy",),
+        "pip install 'verikda[cuda13]' (or cuda12)",
     ),
     "emulator": BuiltIn(
         "the chunked algorithm in NumPy, rounded to nearest where the contract says",
