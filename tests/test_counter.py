@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from verikda import counter, exact
 
-
 FROZEN: dict = {
     "key": 2695751193515710949,
     "uniform": [
@@ -69,6 +68,11 @@ def test_smaller_shapes_are_corners_of_larger_ones() -> None:
     assert np.array_equal(counter.bits(3, "k", (5, 2, 8)), large[:5, :2, :8])
     state = counter.bits(3, "h0", (3, 2, 5, 7))
     assert np.array_equal(counter.bits(3, "h0", (1, 2, 4, 7)), state[:1, :, :4])
+
+
+def test_no_two_coordinates_share_their_bits() -> None:
+    for shape in ((9, 4, 256), (3, 2, 100, 120), (2, 4096)):
+        assert np.unique(counter.bits(3, "k", shape)).size == np.prod(shape)
 
 
 def test_large_and_small_shapes_agree() -> None:

@@ -397,6 +397,16 @@ SCENES = {
 }
 
 
+def test_regimes_that_follow_keys_follow_their_own_head() -> None:
+    """Value head i belongs to key head i // groups: only there is v a linear map of k."""
+    case = Case(lengths=(64,), heads=2, groups=2, K=8, V=8, value_regime="converged", query_regime="keys")
+    p = make_call(case).problem
+    for head in range(4):
+        own, other = (np.concatenate([p.k[0, :, h], p.v[0, :, head]], axis=1) for h in (head // 2, 1 - head // 2))
+        assert np.linalg.matrix_rank(own, tol=0.05) == 8
+        assert np.linalg.matrix_rank(other, tol=0.05) > 8
+
+
 def test_every_regime_has_a_predicate() -> None:
     assert {field: set(table) for field, table in regimes.KINDS.items()} == {
         field: set(table) for field, table in PREDICATES.items()

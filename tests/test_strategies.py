@@ -97,7 +97,12 @@ def test_cases_are_valid_stable_and_within_limits(case: Case) -> None:
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.generate],  # shrinking a set of capabilities takes minutes and tells little
 )
 @given(st.data(), capabilities)
 def test_cases_stay_within_any_capabilities(data: st.DataObject, c: Capabilities) -> None:
