@@ -110,7 +110,9 @@ def round_stochastic(x: Floats, dtype: str, salt: npt.NDArray[np.uint32]) -> Flo
             small = np.broadcast_to(small, y.shape)
             q = 2.0 ** (least - bits)
             u = dither[small] * 2.0**-32
-            y[small] = np.floor(np.broadcast_to(x, y.shape)[small] / q + u) * q
+            exact = np.broadcast_to(x, y.shape)[small]
+            # on the magnitude, so that x and -x are rounded alike, as the bit patterns above are
+            y[small] = np.copysign(np.floor(np.abs(exact) / q + u) * q, exact)
         y = _overflow(y, dtype)
     return y.astype(x.dtype, copy=False)
 

@@ -121,6 +121,13 @@ def test_equal_values_share_their_rounding_and_others_do_not() -> None:
     assert abs(np.sign(error[:, 0]).mean() - (2 * 0.37 - 1)) < 0.25
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_stochastic_rounding_is_odd(dtype: str) -> None:
+    """As rounding to nearest is: the errors of x and -x cancel in a sum, and must do so in the floor."""
+    x = numbers(dtype)
+    np.testing.assert_array_equal(round_stochastic(-x, dtype, salts(8)), -round_stochastic(x, dtype, salts(8)))
+
+
 def test_runs_and_sites_are_independent() -> None:
     x = np.random.default_rng(0).uniform(1, 2, 4096).astype(np.float32)
     error = round_stochastic(x, "bfloat16", salts(6, seed=9)) - x
