@@ -19,6 +19,9 @@ from oracles.rounding import Floats, hashed_noise, round_stochastic, round_to
 UNIT = 2.0**-24
 """Unit roundoff of float32."""
 
+LARGEST = 2.0**128 - 2.0**104
+"""Largest float32."""
+
 FLUSH = 2.0**-126
 """Smallest normal float32: exponentials below it may be flushed to zero on a GPU."""
 
@@ -178,6 +181,8 @@ class NoisyOperations(StochasticOperations):
     **Exponential.** GPUs compute 2^(x log2 e) by an instruction exact to about 2 ulp: relative
     deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact. Results under 2^-126 may be flushed.
 
+    Sums beyond the largest float32 become infinite or NaN, as they would there.
+
     **Cumulative sum.** Sequential: each partial sum adds an error of deviation u/2 times itself, which later ones keep.
     """
 
@@ -221,6 +226,8 @@ class NoisyOperations(StochasticOperations):
 
     def _error(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
         s0 = one_run(s)
+        # a partial sum may reach the root of the sum of squares even where products cancel
+        squares = np.where(np.maximum(squares, s0 * s0) > LARGEST**2, np.inf, squares)
         variance = np.maximum(terms, 1.0) * (0.5 * squares + s0 * s0 / 3.0)
         e: Floats = (0.5 * UNIT) * np.sqrt(variance) * hashed_noise(s, self.salt())
         return e
