@@ -7,14 +7,17 @@ lets both kinds meet, so whatever does not depend on the run is computed once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from oracles.contract import Contract
-from oracles.rounding import Floats, hashed_noise, round_stochastic, round_to
+from oracles.rounding import Floats, Salt, hashed_noise, round_rotated, round_stochastic, round_to
+
+Step = TypeVar("Step")
 
 UNIT = 2.0**-24
 """Unit roundoff of float32."""
@@ -110,6 +113,10 @@ class Operations:
         """A result as the caller receives it."""
         return x
 
+    def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """The steps of a loop over tokens or chunks that rounds alike at each."""
+        return iter(steps)
+
     @property
     def noisy(self) -> bool:
         """Whether `accumulated` needs the sums of squares."""
@@ -129,7 +136,12 @@ class NearestOperations(Operations):
 
 
 class StochasticOperations(Operations):
-    """Real float32 arithmetic, each site rounded stochastically, once per run.
+    """Real float32 arithmetic, each site rounded in its own way by each run.
+
+    The first half of the runs (the larger one) rounds stochastically, with fresh dither for every step of a loop.
+    The others round to nearest, each on a rotated grid of its own: a recurrence that has settled commits the same
+    roundings at every step, so they add up as n, and only a rounding that is a fixed function of the value,
+    on a grid on which stored values stay, settles too. It has half the variance: see `Stochastic.weights`.
 
     Outputs are not rounded: their half-ulp is added analytically where values are judged.
     """
@@ -140,13 +152,36 @@ class StochasticOperations(Operations):
         super().__init__(contract)
         self.rng = rng
         self.runs = runs
-        self._salts: list[npt.NDArray[np.uint32]] = []
+        self.fresh = runs - runs // 2
+        self._changing: list[Salt] = []
+        self._kept: list[Salt] = []
+        self._position = 0
+        self._factor = np.exp2(rng.uniform(-0.5, 0.5, (runs - self.fresh, 1, 1, 1)))
 
-    def salt(self) -> npt.NDArray[np.uint32]:
-        """One fresh salt per run, broadcastable against [R, ., ., .]."""
-        if not self._salts:
-            self._salts = list(self.rng.integers(0, 1 << 32, (64, self.runs or 1, 1, 1, 1), np.uint32))
-        return self._salts.pop()
+    def salt(self) -> Salt:
+        """One salt per run, broadcastable against [R, ., ., .]."""
+        assert self.runs is not None
+        if not self._changing:
+            self._changing = self._draw(self.fresh)
+        if self._position == len(self._kept):
+            self._kept += self._draw(self.runs - self.fresh)
+        self._position += 1
+        return np.concatenate([self._changing.pop(), self._kept[self._position - 1]])
+
+    def _draw(self, runs: int) -> list[Salt]:
+        return list(self.rng.integers(0, 1 << 32, (64, runs, 1, 1, 1), np.uint32))
+
+    def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
+        start = self._position
+        for step in steps:
+            self._position = start
+            yield step
+
+    def rounded(self, x: Floats, dtype: str) -> Floats:
+        """Each run's rounding of x to dtype."""
+        a, b = (x[: self.fresh], x[self.fresh :]) if x.ndim == 4 else (x, x)
+        a = round_stochastic(a, dtype, self.salt()[: self.fresh])
+        return np.concatenate([a, round_rotated(b, dtype, self._factor)])
 
     def either(self, a: Floats, b: Floats) -> Floats:
         a, b = np.broadcast_arrays(a, b)
@@ -159,7 +194,7 @@ class StochasticOperations(Operations):
     def site(self, name: str, x: Floats) -> Floats:
         if name not in self.contract.sites:
             return self.wide(x)
-        return round_stochastic(x, self.contract.storage, self.salt())
+        return self.rounded(x, self.contract.storage)
 
 
 class NoisyOperations(StochasticOperations):
@@ -193,16 +228,22 @@ class NoisyOperations(StochasticOperations):
         return True
 
     def wide(self, x: Floats) -> Floats:
-        return round_stochastic(x, "float32", self.salt())
+        return self.rounded(x, "float32")
+
+    def noise(self, x: Floats) -> Floats:
+        """Mean 0, keyed by x, of variance 1 in stochastic runs and 1/2 in the others."""
+        z = hashed_noise(x, self.salt())
+        z[self.fresh :] *= np.float32(np.sqrt(0.5))
+        return z
 
     def function(self, x: Floats) -> Floats:
-        y: Floats = x * (1.0 + UNIT * hashed_noise(x, self.salt()))
+        y: Floats = x * (1.0 + UNIT * self.noise(x))
         return y
 
     def exp(self, x: Floats) -> Floats:
         y = np.exp(x)
         sigma = UNIT * np.sqrt(np.minimum(1.0 + x * x / 4.0, 1e12))
-        y = y * (1.0 + np.where(x == 0, 0.0, sigma) * hashed_noise(x, self.salt()))
+        y = y * (1.0 + np.where(x == 0, 0.0, sigma) * self.noise(x))
         return np.where(np.abs(y) < FLUSH, self._flushed(y), y)
 
     def softplus(self, x: Floats) -> Floats:
@@ -229,7 +270,7 @@ class NoisyOperations(StochasticOperations):
         # a partial sum may reach the root of the sum of squares even where products cancel
         squares = np.where(np.maximum(squares, s0 * s0) > LARGEST**2, np.inf, squares)
         variance = np.maximum(terms, 1.0) * (0.5 * squares + s0 * s0 / 3.0)
-        e: Floats = (0.5 * UNIT) * np.sqrt(variance) * hashed_noise(s, self.salt())
+        e: Floats = (0.5 * UNIT) * np.sqrt(variance) * self.noise(s)
         return e
 
     def substituted(self, A: Floats, N: Floats) -> Floats:
@@ -249,7 +290,8 @@ class NoisyOperations(StochasticOperations):
     def cumsum(self, x: Floats) -> Floats:
         s = np.cumsum(x, axis=-2)
         size = np.where(x == 0, 0.0, (0.5 * UNIT) * np.abs(s))  # adding 0 is exact
-        return s + np.cumsum(size * hashed_noise(s, self.salt()), axis=-2)
+        y: Floats = s + np.cumsum(size * self.noise(s), axis=-2)
+        return y
 
 
 def times(x: Floats, factor: Floats | None) -> Floats:
@@ -287,7 +329,7 @@ class Stochastic:
     Attributes
     ----------
     rng : source of the salts.
-    runs : R >= 1.
+    runs : R >= 1. The larger half rounds stochastically, the others to nearest on rotated grids.
     noisy : whether float32 noise is explicit (NoisyOperations). None: only where the contract stores float32;
         under 16-bit storage real float32 arithmetic stands in for it, which is faster.
     """
@@ -295,6 +337,11 @@ class Stochastic:
     rng: np.random.Generator
     runs: int
     noisy: bool | None = None
+
+    @property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """[R], by which squared deviations are multiplied to be alike: 2 where a run rounds to nearest."""
+        return np.repeat([1.0, 2.0], [self.runs - self.runs // 2, self.runs // 2])
 
     def under(self, contract: Contract) -> Operations:
         """Operations for one contract."""

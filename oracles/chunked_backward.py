@@ -101,7 +101,7 @@ def _states(problem: Problem, layout: Layout, b: Blocks, dO: Floats, op: Operati
     state = op.state(dht[layout.order].reshape(-1, Kd, Vd))
     dS, dU = op.empty(b.V.shape[0], Kd, Vd), op.empty(*b.V.shape)
     from_output, into_state = op.dot(T(b.Aqk), dO), op.dot(T(b.Qg), dO)
-    for at, running in reversed(layout.slices(heads)):
+    for at, running in op.steps(reversed(layout.slices(heads))):
         copy = op.site("dS", state[..., :running, :, :])
         dS[..., at, :, :] = copy
         dU[..., at, :, :] = op.site("dU", from_output[..., at, :, :] + op.dot(b.Kg[..., at, :, :], copy))

@@ -84,7 +84,7 @@ def forward(problem: Problem, layout: Layout, x: Activated, op: Operations) -> B
     h0 = np.zeros((N, heads, dk, dv)) if problem.h0 is None else problem.h0
     state = op.state(h0[layout.order].reshape(-1, dk, dv))
     S, Vnew = op.empty(V.shape[0], dk, dv), op.empty(*V.shape)
-    for at, running in layout.slices(heads):
+    for at, running in op.steps(layout.slices(heads)):
         copy = op.site("S", state[..., :running, :, :])
         S[..., at, :, :] = copy
         Vnew[..., at, :, :] = op.site("Vnew", U[..., at, :, :] - op.dot(W[..., at, :, :], copy))

@@ -21,6 +21,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[Any]
 """float32 or float64 array."""
 
+Salt = npt.NDArray[np.uint32]
+"""One number per run."""
+
 FORMATS = {
     "float16": (10, -14, 65504.0),
     "bfloat16": (7, -126, 2.0**128 - 2.0**120),
@@ -73,7 +76,7 @@ def round_to(x: Floats, dtype: str) -> Floats:
         return x.astype(dtype).astype(x.dtype)
 
 
-def round_stochastic(x: Floats, dtype: str, salt: npt.NDArray[np.uint32]) -> Floats:
+def round_stochastic(x: Floats, dtype: str, salt: Salt) -> Floats:
     """Stochastic rounding with one independent run per salt.
 
     Parameters
@@ -117,7 +120,30 @@ def round_stochastic(x: Floats, dtype: str, salt: npt.NDArray[np.uint32]) -> Flo
     return y.astype(x.dtype, copy=False)
 
 
-def hashed(key: npt.NDArray[np.uint32], salt: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+def round_rotated(x: Floats, dtype: str, factor: npt.NDArray[np.float64]) -> Floats:
+    """Round to nearest on the grid of `dtype` divided by a factor between 0.7 and 1.4, one per run.
+
+    Another sample of what rounding to nearest does to data like these: a fixed odd function of the value,
+    unbiased, of half the variance of stochastic rounding. Representable values are unchanged.
+
+    Parameters
+    ----------
+    x, dtype : as for `round_stochastic`.
+    factor : [R, 1, ...] of one more dimension than an array without runs.
+
+    Returns
+    -------
+    array [R, ...] of x's dtype; inf where rounding to nearest overflows.
+    """
+    if dtype == "float32" and x.dtype == np.float32:
+        return x
+    c = factor.astype(x.dtype)
+    plain = round_to(x, dtype)
+    turned = round_to(x * c, dtype) / c
+    return np.where((plain == x) | ~np.isfinite(turned), plain, turned)
+
+
+def hashed(key: npt.NDArray[np.uint32], salt: Salt) -> npt.NDArray[np.uint32]:
     """32 well mixed bits per (key, salt)."""
     h = key ^ salt
     h *= np.uint32(0x7FEB352D)
@@ -127,7 +153,7 @@ def hashed(key: npt.NDArray[np.uint32], salt: npt.NDArray[np.uint32]) -> npt.NDA
     return h
 
 
-def hashed_noise(x: npt.NDArray[np.float64], salt: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+def hashed_noise(x: npt.NDArray[np.float64], salt: Salt) -> npt.NDArray[np.float32]:
     """Noise of mean 0 and variance 1 keyed by the mantissa of x, odd in x.
 
     Triangular: the sum of two uniforms taken from the halves of the hash.

@@ -97,7 +97,7 @@ def _run(
 
     state = initial(problem.h0)
     before, after, r = op.empty(v.shape[0], K, V), op.empty(v.shape[0], K, V), op.empty(*v.shape)
-    for at, running in steps:
+    for at, running in op.steps(steps):
         S = state[..., :running, :, :]
         if decay is not None:
             S = op.wide(decay[..., at, :, :] * S)
@@ -116,7 +116,7 @@ def _run(
     qT = np.swapaxes(q, -1, -2)
     back = initial(problem.dht)
     D, D_, Dk = (op.empty(*s) for s in (after.shape[-3:], after.shape[-3:], v.shape))
-    for at, running in reversed(steps):
+    for at, running in op.steps(reversed(steps)):
         d = op.wide(back[..., :running, :, :] + qT[..., at, :, :] * dO[at])
         D[..., at, :, :] = d
         Dk[..., at, :, :] = op.dot(k[..., at, :, :], d)

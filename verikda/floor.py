@@ -11,13 +11,16 @@ the variance of stochastic rounding, so a twin of the contract reads about 0.7.
 A block is one chunk of one head of one sequence (the whole matrix for states, a head for dA_log and
 ddt_bias), pooled with its neighbours until it has 16 numbers.
 
+**Which runs.** Half of them round stochastically, half to nearest on rotated grids with squares counted twice
+(`oracles.arithmetic.StochasticOperations`): errors that are independent, and errors that repeat.
+
 **How many runs.** For a block that is one number with healthy error e ~ N(0, s^2/2), R runs estimate the noise as
 the mean of R squares of N(0, s^2), so sqrt(2) e / estimate has Student's t distribution with R degrees of freedom:
 
     P(ratio > 4) = P(|t_R| > 4 sqrt 2):    R = 4: 5e-3    R = 16: 4e-5    R = 64: 4e-7    known noise: 2e-8
 
 Four runs are enough to pass a block under limit/2 but not to condemn one, so whenever a block is above limit/2
-the noise is estimated again, with explicit float32 noise, by 4, 16 and then 64 runs. The limit never moves.
+the noise is estimated again, with explicit float32 noise, by 16 and then 64 runs. The limit never moves.
 """
 
 from __future__ import annotations
@@ -30,13 +33,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from oracles.arithmetic import Stochastic
-from oracles.chunked import emulate
 from oracles.contract import Contract
 from oracles.problem import Array, Problem
 from oracles.recurrence import forward, forward_reverse, growth, is_stable
-from verikda.blocks import Blocks, blocks_of
 from verikda.dtypes import round_to, ulp
+from verikda.noise import CONFIRMED, Floor, OutputNoise
 
 Verdict = Literal["pass", "fail", "inconclusive"]
 
@@ -44,14 +45,8 @@ LIMIT = 4.0
 GROWTH_LIMIT = 16.0
 """Outside the stable domain values are judged only while a unit change of the state cannot grow beyond this."""
 
-_CONFIRMED = (4, 16, 64)
-"""Runs with explicit float32 noise after which a suspicious block is looked at again."""
 _GROSS = 100.0
-"""Ratio, in limits, at which 4 runs convict: P(|t_4| > 400 sqrt 2) is 6e-11."""
-_BATCH = 1 << 22
-"""Output elements emulated at once."""
-_FLUSH = 2.0**-126
-"""Smallest normal number of float32 and bfloat16: GPUs may flush below it."""
+"""Ratio, in limits, at which 16 runs convict."""
 
 
 @dataclass(frozen=True)
@@ -103,58 +98,6 @@ class Judgement:
     outputs: Mapping[str, Judged] = field(default_factory=dict)
     detail: str = ""
     runs: int = 0
-
-
-class Floor:
-    """Noise of one problem under one contract: mean squared deviation of each output element from the truth.
-
-    Parameters
-    ----------
-    problem, contract : what is emulated.
-    truth : float64 outputs.
-    backward : whether gradients are emulated too.
-    runs : stochastic runs of the first estimate.
-    seed : of the salts.
-    """
-
-    def __init__(
-        self, problem: Problem, contract: Contract, truth: Mapping[str, Array], backward: bool, runs: int, seed: int
-    ) -> None:
-        self.problem, self.contract, self.truth, self.backward = problem, contract, truth, backward
-        self.rng = np.random.default_rng(seed)
-        self.noisy = contract.storage == "float32" or not contract.sites
-        self.runs = 0
-        self._sum: dict[str, Array] = {}
-        self.plan = [n for n in _CONFIRMED if n > runs or not self.noisy]
-        self._add(runs)
-
-    @property
-    def deviation(self) -> dict[str, Array]:
-        """Mean squared deviation per element; not finite where the contract itself overflows."""
-        return {name: total / self.runs for name, total in self._sum.items()}
-
-    def refine(self) -> bool:
-        """Estimate again with more runs; False when the plan is used up."""
-        if not self.plan:
-            return False
-        if not self.noisy:
-            self.noisy, self.runs, self._sum = True, 0, {}
-        self._add(self.plan.pop(0) - self.runs)
-        return True
-
-    def _add(self, runs: int) -> None:
-        size = sum(x.size for x in self.truth.values())
-        step = max(1, min(16, _BATCH // max(1, size)))
-        while runs > 0:
-            n = min(step, runs)
-            trace = emulate(self.problem, self.contract, Stochastic(self.rng, n, self.noisy), backward=self.backward)
-            with np.errstate(invalid="ignore", over="ignore"):
-                for name, truth in self.truth.items():
-                    deviation = trace.outputs[name] - truth
-                    deviation *= deviation
-                    self._sum[name] = self._sum.get(name, 0.0) + deviation.sum(axis=0)
-            runs -= n
-            self.runs += n
 
 
 _floors: WeakKeyDictionary[Problem, dict[object, Floor]] = WeakKeyDictionary()
@@ -214,13 +157,13 @@ def judge(
     names = [name for name in names if name not in wrong]
 
     mine = _floors.setdefault(problem, {})
-    key = (contract, backward, runs, rng_seed)
+    key = (contract, tuple((n, dtypes[n]) for n in names), backward, runs, rng_seed)
     if key not in mine:
-        mine[key] = Floor(problem, contract, truth, backward, runs, rng_seed)
+        mine[key] = Floor(problem, contract, {n: truth[n] for n in names}, dtypes, backward, runs, rng_seed)
     floor = mine[key]
-    errors = {n: _Error(n, outputs[n], dtypes[n], truth[n], blocks_of(n, truth[n], problem, contract)) for n in names}
+    errors = {n: _Error(n, outputs[n], floor.outputs[n]) for n in names}
     while True:
-        judged = {name: errors[name].judge(floor.deviation[name], limit) for name in names}
+        judged = {name: errors[name].judge(limit) for name in names}
         if all(_decided(j.ratio or 0.0, floor, limit) for j in judged.values()) or not floor.refine():
             break
     return _summary(wrong | judged, floor, truth, names)
@@ -230,8 +173,8 @@ def _decided(ratio: float, floor: Floor, limit: float) -> bool:
     """Whether more runs could not change what is said of an output."""
     if ratio <= limit / 2:
         return True
-    # an exact zero, or a finite value, of 16 runs is taken for one of all runs
-    return floor.noisy and (ratio > limit * _GROSS if np.isfinite(ratio) else floor.runs >= 16)
+    # infinite: a deviation that is exactly 0, or finite, in 16 runs is so in all
+    return floor.noisy and floor.runs >= CONFIRMED[0] and ratio > limit * _GROSS
 
 
 def _summary(judged: dict[str, Judged], floor: Floor, truth: Mapping[str, Array], names: list[str]) -> Judgement:
@@ -256,51 +199,32 @@ def _misshapen(name: str, actual: Array, truth: Array, dtype: str) -> Judged:
     return Judged(name, "fail", None, dtype=dtype, message=message)
 
 
-def output_noise(x: Array, dtype: str) -> Array:
-    """Squared error that storing x in `dtype` may cost: spacing^2 / 12 in 16 bits, (2^-24 x)^2 in float32.
-
-    Both get 2^-126 more where x is not 0 and the dtype has float32's exponents, since GPUs may flush below it.
-    An x of 0 costs nothing.
-    """
-    if dtype == "float16":
-        noise: Array = ulp(x, dtype) ** 2 / 12
-    elif dtype == "bfloat16":
-        noise = ulp(x, dtype) ** 2 / 12 + _FLUSH**2
-    else:
-        noise = (2.0**-24 * x) ** 2 + _FLUSH**2
-    return np.where(x == 0, 0.0, noise)
-
-
 class _Error:
     """Error of one output, summed over blocks once; judged against noise that may be refined."""
 
-    def __init__(self, name: str, actual: Array, dtype: str, truth: Array, blocks: Blocks) -> None:
-        self.name, self.dtype, self.truth, self.actual, self.blocks = name, dtype, truth, actual, blocks
-        self.representable = np.isfinite(round_to(truth, dtype))
-        self.excluded = int(truth.size - np.count_nonzero(self.representable))
-        self.bad = ~np.isfinite(actual) & self.representable
+    def __init__(self, name: str, actual: Array, noise: OutputNoise) -> None:
+        self.name, self.actual, self.noise = name, actual, noise
+        self.truth, self.blocks = noise.truth, noise.blocks
+        self.excluded = int(self.truth.size - np.count_nonzero(noise.representable))
+        self.bad = ~np.isfinite(actual) & noise.representable
         with np.errstate(invalid="ignore", over="ignore"):
-            self.error = np.where(self.representable & ~self.bad, actual - truth, 0.0)
-            self.squared = blocks.sum(self.error**2)
-            self.own = np.where(self.representable, output_noise(np.where(self.representable, truth, 0.0), dtype), 0.0)
+            self.error = np.where(noise.representable & ~self.bad, actual - self.truth, 0.0)
+            self.squared = self.blocks.sum(self.error**2)
 
-    def judge(self, deviation: Array, limit: float) -> Judged:
-        used = np.where(self.representable, deviation, 0.0)
-        noise = self.blocks.sum(used + self.own)
+    def judge(self, limit: float) -> Judged:
+        noise = self.noise.per_block
         known = np.isfinite(noise)
-        bad = self.bad & np.isfinite(deviation)
-        if bad.any():
-            bad &= ~self._may_overflow(used, noise, limit)
-        if bad.any():
-            at = np.unravel_index(int(np.argmax(bad)), bad.shape)
-            return self._found(
-                at, np.inf, noise, "fail", f"{int(bad.sum())} values are not finite where float64 is", limit
-            )
+        if self.bad.any():
+            bad = self.bad & np.isfinite(self.noise.per_element) & ~self._may_overflow(noise, limit)
+            if bad.any():
+                at = np.unravel_index(int(np.argmax(bad)), bad.shape)
+                what = f"{int(bad.sum())} values are not finite where float64 is"
+                return self._found(at, np.inf, noise, "fail", what, limit)
+        if not self.truth.size:
+            return Judged(self.name, "pass", None, dtype=self.noise.dtype)
         if not known.any():
-            if not self.truth.size:
-                return Judged(self.name, "pass", None, dtype=self.dtype)
             what = "the contract itself overflows"
-            return Judged(self.name, "inconclusive", None, dtype=self.dtype, excluded=self.excluded, message=what)
+            return Judged(self.name, "inconclusive", None, dtype=self.noise.dtype, excluded=self.excluded, message=what)
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.sqrt(self.squared / noise)
         ratios = np.where(self.squared == 0, 0.0, np.where(known, ratios, 0.0))
@@ -315,12 +239,12 @@ class _Error:
             return self._found(at, ratio, noise, "inconclusive", f"the contract itself overflows in {n} blocks", limit)
         return self._found(at, ratio, noise, "pass", "", limit)
 
-    def _may_overflow(self, used: Array, noise: Array, limit: float) -> npt.NDArray[np.bool_]:
+    def _may_overflow(self, noise: Array, limit: float) -> npt.NDArray[np.bool_]:
         """Where an infinity of the right sign is within the limit of a truth just below the largest number."""
         mean = (noise / np.maximum(self.blocks.count, 1))[self.blocks.labels]
-        mean = mean.reshape(*mean.shape, *(1,) * (used.ndim - mean.ndim))
-        reach = np.abs(self.truth) + limit * np.sqrt(np.maximum(used + self.own, mean))
-        beyond = np.isinf(round_to(np.where(self.representable, reach, 0.0), self.dtype))
+        mean = mean.reshape(*mean.shape, *(1,) * (self.truth.ndim - mean.ndim))
+        reach = np.abs(self.truth) + limit * np.sqrt(np.maximum(self.noise.per_element, mean))
+        beyond = np.isinf(round_to(np.where(self.noise.representable, reach, 0.0), self.noise.dtype))
         within: npt.NDArray[np.bool_] = beyond & (self.actual == np.copysign(np.inf, self.truth))
         return within
 
@@ -329,22 +253,21 @@ class _Error:
     ) -> Judged:
         expected, actual = float(self.truth[at]), float(self.actual[at])
         block = self.blocks.of(at)
-        floor = float(np.sqrt(noise[block] / self.blocks.count[block]))
         coordinate = tuple(int(i) for i in at)
-        size = float(np.sqrt((np.where(self.representable, self.truth, 0.0) ** 2).sum()))
+        size = float(np.sqrt((np.where(self.noise.representable, self.truth, 0.0) ** 2).sum()))
         total = float(np.sqrt(noise[np.isfinite(noise)].sum()))
         where = f"{self.name}{list(coordinate)} = {actual:.9g}, float64 says {expected:.9g}"
         return Judged(
-            self.name,
-            verdict,
-            ratio,
-            coordinate,
-            expected,
-            actual,
-            floor,
-            float(abs(actual - expected) / ulp(expected, self.dtype)),
-            self.dtype,
-            limit * total / size if size else None,
-            self.excluded,
-            f"{where}: {what}" if what else "",
+            output=self.name,
+            verdict=verdict,
+            ratio=ratio,
+            coordinate=coordinate,
+            expected=expected,
+            actual=actual,
+            floor=float(np.sqrt(noise[block] / self.blocks.count[block])),
+            ulps=float(abs(actual - expected) / ulp(expected, self.noise.dtype)),
+            dtype=self.noise.dtype,
+            resolution=limit * total / size if size else None,
+            excluded=self.excluded,
+            message=f"{where}: {what}" if what else "",
         )

@@ -1,0 +1,147 @@
+"""The noise that a rounding contract cannot avoid on one problem, from stochastic runs of its algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oracles.arithmetic import Stochastic
+from oracles.chunked import emulate
+from oracles.contract import Contract
+from oracles.problem import Array, Problem
+from verikda.blocks import blocks_of
+from verikda.dtypes import round_to, ulp
+
+CONFIRMED = (16, 64)
+"""Runs with explicit float32 noise after which a suspicious result is looked at again."""
+_BATCH = 1 << 22
+"""Output elements emulated at once."""
+_FLUSH = 2.0**-126
+"""Smallest normal number of float32 and bfloat16: GPUs may flush below it."""
+
+
+def output_noise(x: Array, dtype: str) -> Array:
+    """Squared error that storing x in `dtype` may cost: spacing^2 / 12 in 16 bits, (2^-24 x)^2 in float32.
+
+    Both get 2^-126 more where x is not 0 and the dtype has float32's exponents, since GPUs may flush below it.
+    An x of 0 costs nothing.
+    """
+    if dtype == "float16":
+        noise: Array = ulp(x, dtype) ** 2 / 12
+    elif dtype == "bfloat16":
+        noise = ulp(x, dtype) ** 2 / 12 + _FLUSH**2
+    else:
+        noise = (2.0**-24 * x) ** 2 + _FLUSH**2
+    return np.where(x == 0, 0.0, noise)
+
+
+class OutputNoise:
+    """Noise of one output.
+
+    Parameters
+    ----------
+    name : of the output.
+    truth : float64.
+    dtype : that the output really has.
+    problem, contract : what is judged, for its blocks.
+    """
+
+    def __init__(self, name: str, truth: Array, dtype: str, problem: Problem, contract: Contract) -> None:
+        self.truth = truth
+        self.dtype = dtype
+        self.blocks = blocks_of(name, truth, problem, contract)
+        self.representable: npt.NDArray[np.bool_] = np.isfinite(round_to(truth, dtype))
+        self.own = np.where(self.representable, output_noise(np.where(self.representable, truth, 0.0), dtype), 0.0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all runs."""
+        self.runs = 0
+        self._sum = np.zeros_like(self.truth)
+        self._largest = np.zeros(len(self.blocks.count))
+
+    def add(self, outputs: Array, weights: Array) -> None:
+        """Take in the outputs [R, ...] of runs whose squared deviations count `weights` [R] times."""
+        for x, weight in zip(outputs, weights, strict=True):
+            squared = np.where(self.representable, (x - self.truth) ** 2 * weight, 0.0)
+            self._sum += squared
+            self._largest = np.maximum(self._largest, self.blocks.sum(squared))  # NaN stays
+        self.runs += len(weights)
+
+    @property
+    def per_element(self) -> Array:
+        """Mean squared deviation, own rounding included; not finite where the contract itself overflows."""
+        mean: Array = self._sum / self.runs + self.own
+        return mean
+
+    @property
+    def per_block(self) -> Array:
+        """Noise of each block: the mean over runs, but at least a quarter of the largest run, plus own rounding.
+
+        Where keys and beta annihilate a component again and again the deviation is a product of many small random
+        factors. Its mean square is then owed to rare runs, and 64 of them may have missed it. With the quarter, limit 4
+        asks a result to be twice as far off as any run was.
+        """
+        mean = self.blocks.sum(self._sum) / self.runs
+        noise: Array = np.maximum(mean, self._largest / 4) + self.blocks.sum(self.own)
+        return noise
+
+
+class Floor:
+    """Noise of one problem under one contract, estimated by few runs first and by more when asked.
+
+    Parameters
+    ----------
+    problem, contract : what is emulated.
+    truth : float64 outputs to be judged.
+    dtypes : of those outputs.
+    backward : whether gradients are emulated too.
+    runs : stochastic runs of the first estimate.
+    seed : of the salts.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        contract: Contract,
+        truth: Mapping[str, Array],
+        dtypes: Mapping[str, str],
+        backward: bool,
+        runs: int,
+        seed: int,
+    ) -> None:
+        self.problem, self.contract, self.backward = problem, contract, backward
+        self.outputs = {n: OutputNoise(n, x, dtypes[n], problem, contract) for n, x in truth.items()}
+        self.rng = np.random.default_rng(seed)
+        self.noisy = contract.storage == "float32" or not contract.sites
+        self.runs = 0
+        self._plan = [n for n in CONFIRMED if n > runs or not self.noisy]
+        self._add(runs)
+
+    def refine(self) -> bool:
+        """Estimate again with more runs and explicit float32 noise; False when nothing is left to do."""
+        if not self._plan:
+            return False
+        if not self.noisy:
+            self.noisy, self.runs = True, 0
+            for output in self.outputs.values():
+                output.reset()
+        self._add(self._plan.pop(0) - self.runs)
+        return True
+
+    def _add(self, runs: int) -> None:
+        size = sum(output.truth.size for output in self.outputs.values())
+        step = max(2, min(16, _BATCH // max(1, size)))  # at least one run of each kind of rounding
+        self.runs += runs
+        while runs > 0:
+            arithmetic = Stochastic(self.rng, min(step, runs), self.noisy)
+            results: Mapping[str, Any] = emulate(
+                self.problem, self.contract, arithmetic, backward=self.backward
+            ).outputs
+            with np.errstate(invalid="ignore", over="ignore"):
+                for name, output in self.outputs.items():
+                    output.add(results[name], arithmetic.weights)
+            runs -= arithmetic.runs
