@@ -26,6 +26,20 @@ template <class T, int Rows, int Columns>
 VK_DEVICE void store_tile(T* G, i64 row_stride, const T* S, int ld, int rows, int columns, int thread, int threads) {
     constexpr int pieces = Columns / vec<T>;
     static_assert(Columns % vec<T> == 0, "a tile row is a whole number of 16-byte pieces");
+    if (threads % pieces == 0 && whole_pieces<T>(G, row_stride, columns, Columns)) {
+        const int c = thread % pieces * vec<T>, first = thread / pieces, step = threads / pieces;
+        const int last = c < columns ? min(rows, Rows) : 0;
+        T* dst = G + first * row_stride + c;
+        const T* src = S + first * ld + c;
+#pragma unroll
+        for (int r = 0; r < Rows; r += step) {
+            if (first + r < last) st128(dst, ld128(src));
+            dst += step * row_stride;
+            src += step * ld;
+        }
+        return;
+    }
+#pragma unroll 1
     for (int p = thread; p < Rows * pieces; p += threads) {
         const int r = p / pieces, c = p % pieces * vec<T>;
         const int count = r < rows ? columns - c : 0;

@@ -168,6 +168,11 @@ VK_DEVICE void warp_mma(float (&acc)[M / 16][N / 8][4], const T* A, int lda, con
 
 // ---- global -> shared ---------------------------------------------------------------------------
 
+// Whether every row of a tile at G is a whole number of aligned 16-byte pieces.
+template <class T> VK_DEVICE bool whole_pieces(const T* G, i64 row_stride, int columns, int tile_columns) {
+    return aligned16(G) && row_stride % vec<T> == 0 && (columns >= tile_columns || columns % vec<T> == 0);
+}
+
 // Rows x Columns elements into the tile S by `threads` threads, of which this is number `thread`: zero in rows >= rows
 // and columns >= columns, whose source is never read. Aligned 16-byte pieces travel by cp.async (the caller commits and
 // waits); the others, ragged or unaligned, by plain loads. A barrier must follow either way.
@@ -175,6 +180,21 @@ template <class T, int Rows, int Columns>
 VK_DEVICE void load_tile(T* S, int ld, const T* G, i64 row_stride, int rows, int columns, int thread, int threads) {
     static_assert(Columns % vec<T> == 0, "a tile row is a whole number of 16-byte pieces");
     constexpr int pieces = Columns / vec<T>;
+    if (threads % pieces == 0 && whole_pieces<T>(G, row_stride, columns, Columns)) {
+        // A thread keeps its column, so that a row costs one copy, one comparison and one addition to each pointer.
+        const int c = thread % pieces * vec<T>, first = thread / pieces, step = threads / pieces;
+        const int last = c < columns ? min(rows, Rows) : 0;
+        const T* src = G + first * row_stride + c;
+        T* dst = S + first * ld + c;
+#pragma unroll
+        for (int r = 0; r < Rows; r += step) {
+            if (Rows % step == 0 || first + r < Rows) cp_async16(dst, first + r < last ? src : G, first + r < last);
+            src += step * row_stride;
+            dst += step * ld;
+        }
+        return;
+    }
+#pragma unroll 1
     for (int p = thread; p < Rows * pieces; p += threads) {
         const int r = p / pieces, c = p % pieces * vec<T>;
         const int count = r < rows ? columns - c : 0;
