@@ -140,7 +140,7 @@ def round_rotated(x: Floats, dtype: str, factor: npt.NDArray[np.float64]) -> Flo
     c = factor.astype(x.dtype)
     plain = round_to(x, dtype)
     turned = round_to(x * c, dtype) / c
-    return np.where((plain == x) | ~np.isfinite(turned), plain, turned)
+    return np.where((plain == x) | ~np.isfinite(plain) | ~np.isfinite(turned), plain, turned)
 
 
 def hashed(key: npt.NDArray[np.uint32], salt: Salt) -> npt.NDArray[np.uint32]:

@@ -187,6 +187,21 @@ def test_overflow_of_the_contract_is_inconclusive() -> None:
     assert verdict(p, exact, "float16").outputs["o"].verdict == "inconclusive"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_float32_overflow_on_the_way_is_inconclusive(dtype: str) -> None:
+    """A dbeta is in range, but terms of it, some 2^128 in size, are not."""
+    p = problem(dtype=dtype, lengths=(12,), tail=0, HV=1)
+    big = 2.0**64.2
+    p = replace(p, v=p.v * big, do=p.do * big, h0=np.zeros_like(p.h0), dht=np.zeros_like(p.dht))
+    p.do[:, 1::2] *= -1
+    out = healthy(p, dtype)
+    found = verdict(p, out, dtype)
+    assert not np.isfinite(out["dbeta"]).all()
+    assert found.outputs["dbeta"].verdict in ("inconclusive", "pass")
+    out["o"][0, 0, 0, 0] = np.nan
+    assert verdict(p, out, dtype).outputs["o"].verdict == "fail"
+
+
 def test_outside_the_domain_is_inconclusive_unless_growth_is_small() -> None:
     p = problem()
     assert p.g is not None

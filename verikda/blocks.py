@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,13 @@ class Blocks:
 
     def worst(self, block: int, error: Array) -> tuple[np.intp, ...]:
         """Index of the largest |error| inside a block."""
-        inside = (self.labels == block).reshape(*self.labels.shape, *(1,) * (error.ndim - self.labels.ndim))
+        inside = spread(self.labels == block, error.ndim)
         return np.unravel_index(int(np.argmax(np.where(inside, np.abs(error), -1.0))), error.shape)
+
+
+def spread(x: npt.NDArray[Any], ndim: int) -> npt.NDArray[Any]:
+    """X with trailing axes of length 1, so that it broadcasts against an array of `ndim` axes."""
+    return x.reshape(*x.shape, *(1,) * (ndim - x.ndim))
 
 
 def blocks_of(name: str, truth: Array, problem: Problem, contract: Contract) -> Blocks:

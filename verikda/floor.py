@@ -36,6 +36,7 @@ import numpy.typing as npt
 from oracles.contract import Contract
 from oracles.problem import Array, Problem
 from oracles.recurrence import forward, forward_reverse, growth, is_stable
+from verikda.blocks import spread
 from verikda.dtypes import round_to, ulp
 from verikda.noise import CONFIRMED, Floor, OutputNoise
 
@@ -162,6 +163,8 @@ def judge(
         mine[key] = Floor(problem, contract, {n: truth[n] for n in names}, dtypes, backward, runs, rng_seed)
     floor = mine[key]
     errors = {n: _Error(n, outputs[n], floor.outputs[n]) for n in names}
+    if any(error.bad.any() for error in errors.values()):
+        floor.find_overflow()
     while True:
         judged = {name: errors[name].judge(limit) for name in names}
         if all(_decided(j.ratio or 0.0, floor, limit) for j in judged.values()) or not floor.refine():
@@ -216,6 +219,7 @@ class _Error:
         known = np.isfinite(noise)
         if self.bad.any():
             bad = self.bad & np.isfinite(self.noise.per_element) & ~self._may_overflow(noise, limit)
+            bad &= ~spread(self.noise.overflows[self.blocks.labels], bad.ndim)
             if bad.any():
                 at = np.unravel_index(int(np.argmax(bad)), bad.shape)
                 what = f"{int(bad.sum())} values are not finite where float64 is"
@@ -241,8 +245,7 @@ class _Error:
 
     def _may_overflow(self, noise: Array, limit: float) -> npt.NDArray[np.bool_]:
         """Where an infinity of the right sign is within the limit of a truth just below the largest number."""
-        mean = (noise / np.maximum(self.blocks.count, 1))[self.blocks.labels]
-        mean = mean.reshape(*mean.shape, *(1,) * (self.truth.ndim - mean.ndim))
+        mean = spread((noise / np.maximum(self.blocks.count, 1))[self.blocks.labels], self.truth.ndim)
         reach = np.abs(self.truth) + limit * np.sqrt(np.maximum(self.noise.per_element, mean))
         beyond = np.isinf(round_to(np.where(self.noise.representable, reach, 0.0), self.noise.dtype))
         within: npt.NDArray[np.bool_] = beyond & (self.actual == np.copysign(np.inf, self.truth))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oracles.arithmetic import Stochastic
+from oracles.arithmetic import Nearest, Stochastic
 from oracles.chunked import emulate
 from oracles.contract import Contract
 from oracles.problem import Array, Problem
@@ -55,7 +55,12 @@ class OutputNoise:
         self.blocks = blocks_of(name, truth, problem, contract)
         self.representable: npt.NDArray[np.bool_] = np.isfinite(round_to(truth, dtype))
         self.own = np.where(self.representable, output_noise(np.where(self.representable, truth, 0.0), dtype), 0.0)
+        self.overflows = np.zeros(len(self.blocks.count), np.bool_)
         self.reset()
+
+    def mark_overflow(self, x: Array) -> None:
+        """Give up the blocks in which the contract's own result x is not finite."""
+        self.overflows |= self.blocks.sum(np.where(self.representable, ~np.isfinite(x), 0.0)) > 0
 
     def reset(self) -> None:
         """Forget all runs."""
@@ -86,8 +91,8 @@ class OutputNoise:
         asks a result to be twice as far off as any run was.
         """
         mean = self.blocks.sum(self._sum) / self.runs
-        noise: Array = np.maximum(mean, self._largest / 4) + self.blocks.sum(self.own)
-        return noise
+        noise = np.maximum(mean, self._largest / 4) + self.blocks.sum(self.own)
+        return np.where(self.overflows, np.inf, noise)
 
 
 class Floor:
@@ -118,6 +123,7 @@ class Floor:
         self.rng = np.random.default_rng(seed)
         self.noisy = contract.storage == "float32" or not contract.sites
         self.runs = 0
+        self._found_overflow = False
         self._plan = [n for n in CONFIRMED if n > runs or not self.noisy]
         self._add(runs)
 
@@ -131,6 +137,17 @@ class Floor:
                 output.reset()
         self._add(self._plan.pop(0) - self.runs)
         return True
+
+    def find_overflow(self) -> None:
+        """Mark the blocks in which the contract overflows when rounded to nearest.
+
+        Noise in float64 does not see every product that is too large for float32.
+        """
+        if not self._found_overflow:
+            self._found_overflow = True
+            results = emulate(self.problem, self.contract, Nearest(), backward=self.backward).outputs
+            for name, output in self.outputs.items():
+                output.mark_overflow(results[name])
 
     def _add(self, runs: int) -> None:
         size = sum(output.truth.size for output in self.outputs.values())
