@@ -20,7 +20,8 @@ the mean of R squares of N(0, s^2), so sqrt(2) e / estimate has Student's t dist
     P(ratio > 4) = P(|t_R| > 4 sqrt 2):    R = 4: 5e-3    R = 16: 4e-5    R = 64: 4e-7    known noise: 2e-8
 
 Four runs are enough to pass a block under limit/2 but not to condemn one, so whenever a block is above limit/2
-the noise is estimated again, with explicit float32 noise, by 16 and then 64 runs. The limit never moves.
+the noise is estimated again by 16 and then 64 runs, with explicit float32 noise before anything is condemned. The
+limit never moves.
 """
 
 from __future__ import annotations

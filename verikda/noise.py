@@ -124,18 +124,21 @@ class Floor:
         self.noisy = contract.storage == "float32" or not contract.sites
         self.runs = 0
         self._found_overflow = False
-        self._plan = [n for n in CONFIRMED if n > runs or not self.noisy]
+        self._plan = [(n, True) for n in CONFIRMED if n > runs or not self.noisy]
+        if not self.noisy and runs < CONFIRMED[0]:
+            self._plan.insert(0, (CONFIRMED[0], False))  # cheap, and mostly enough to pass
         self._add(runs)
 
     def refine(self) -> bool:
-        """Estimate again with more runs and explicit float32 noise; False when nothing is left to do."""
+        """Estimate again with more runs, at last with explicit float32 noise; False when nothing is left to do."""
         if not self._plan:
             return False
-        if not self.noisy:
+        runs, noisy = self._plan.pop(0)
+        if noisy and not self.noisy:
             self.noisy, self.runs = True, 0
             for output in self.outputs.values():
                 output.reset()
-        self._add(self._plan.pop(0) - self.runs)
+        self._add(runs - self.runs)
         return True
 
     def find_overflow(self) -> None:
