@@ -124,7 +124,7 @@ def backward_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[i
         If not even the smallest fits.
     """
     widths = [BV for BV in (64, 32, 16) if BV * call.chunk >= 512 and not (BV == 64 and call.KP == 256)]
-    full = [BV for BV in widths if processors <= call.N * call.HV * -(-call.V // BV) and BV // 2 < call.V]
+    full = [BV for BV in widths if 3 * processors <= 4 * call.N * call.HV * -(-call.V // BV) and BV // 2 < call.V]
     for BV in dict.fromkeys([full[0] if full else widths[-1], widths[-1]]):
         for R in (3, 2, 1):
             if reverse_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
@@ -142,17 +142,20 @@ def reverse_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:
 
 def local_shared(dtype: str, chunk: int) -> int:
     """Bytes of LocalShared in backward_local.cu."""
-    pad = 16 // BYTES[dtype]
-    return BYTES[dtype] * (4 * 64 * (64 + pad) + chunk * (chunk + pad)) + 4 * 64 * 4
+    size, stages = BYTES[dtype], 2 if dtype != "float32" else 1
+    pad = 16 // size
+    return size * (4 * stages * 64 * (64 + pad) + chunk * (chunk + pad)) + 4 * 3 * chunk
 
 
 def gradient_shared(dtype: str, chunk: int) -> int:
     """Bytes of GradientShape in backward_intra.cu."""
-    size = BYTES[dtype]
-    parts, pad, stages = (2, 8, 2) if size == 2 else (1, 4, 1)
-    square, operand = (parts * chunk * (columns + pad) * size for columns in (chunk, 64))
-    region = max(operand, 4 * 3 * 16 * 40 * 4, stages * 2 * 64 * (64 + 16 // size) * size)
-    return 2 * square + region + 4 * (chunk * 68 + 5 * (chunk // 16) * 64 + 128)
+    size, blocks = BYTES[dtype], chunk // 16
+    parts, pad = (2, 8) if size == 2 else (1, 4)  # 16-bit calls: hi and lo, two stages, tiles of q and k
+    tile = (64 + pad) * size
+    triangle = parts * 16 * blocks * (8 * (blocks + 1) + pad) * size
+    region = max(2 * parts * chunk * tile, chunk // 8 * 16 * 40 * 4, parts * 2 * 64 * tile)
+    inputs = 2 * chunk * tile if size == 2 else 0
+    return 2 * triangle + region + inputs + 4 * (chunk * 68 + 3 * blocks * 64 + 64 + 3 * chunk)
 
 
 def _beta_changes(call: Forward) -> bool:
@@ -209,11 +212,13 @@ class _Plan:
         self.shapes[name], self.dtypes[name] = shape, dtype
         return self.out[name]
 
-    def launch(self, kernel: str, arguments: str, blocks: int, shared: int, args: list[object]) -> None:
+    def launch(
+        self, kernel: str, arguments: str, blocks: int, shared: int, args: list[object], threads: int = 128
+    ) -> None:
         if blocks >= 2**31:
             raise ValueError(f"{blocks} blocks of {kernel}; at most 2**31 - 1, so split the batch or the heads")
         name = f"{kernel}<{arguments}>" if arguments else kernel
-        self.backend.launch(name, (blocks, 1, 1), 128, shared, args, self.stream)
+        self.backend.launch(name, (blocks, 1, 1), threads, shared, args, self.stream)
 
     def state(self, do: int, dht: int) -> None:
         """dU, dS, dh0."""
@@ -231,6 +236,7 @@ class _Plan:
              _p(self.table.chunks), _p(self.table.first_chunk), _p(dU), _p(dS), _p(dh0),
              _i(c.H if plain else c.HV), _i(c.HV), _i(c.K), _i(c.V), ctypes.c_float(c.scale if plain else 1.0),
              _i(c.state_v_first)],
+            threads=32 * min(8, c.chunk * BV // 128),
         )  # fmt: skip
 
     def local(self, do: int, want_dA: bool) -> None:
@@ -247,6 +253,7 @@ class _Plan:
             [_p(inner["A"]), _p(self.out["dU"]), _p(inner["Vnew"]), _p(do), _p(c.v), _p(self.k), _p(inner["S"]),
              _p(self.beta), _p(self.table.chunks), self.gate, _p(dAqk), _p(X), _p(dW), _p(dv), _p(dbeta_v), _p(dA),
              _i(c.H), _i(c.HV), _i(c.K), _i(c.V)],
+            threads=4 * c.chunk,
         )  # fmt: skip
 
     def gradients(self, do: int) -> None:
@@ -274,6 +281,7 @@ class _Plan:
              _p(inner["S"]), _p(out["dS"]), _p(out["dAqk"]), _p(out["X"]), _p(out["dbeta_v"]), _p(self.table.chunks),
              self.gate, *(_p(address) for address in to.values()), _p(dbeta), ctypes.c_float(c.scale),
              _i(c.H), _i(c.HV), _i(c.K), _i(c.V)],
+            threads=4 * c.chunk,
         )  # fmt: skip
 
     def arguments(self) -> None:

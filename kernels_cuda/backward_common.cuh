@@ -7,17 +7,19 @@
 
 namespace vk {
 
-// Four warps cover C rows x 64 columns: warp = row block of 16 rows + (C/16) * column group of C columns.
+// Blocks of 4 C threads on a multiprocessor: 128 registers a thread; float products take more, and more shared memory.
+template <class T, int C> inline constexpr int blocks_per_sm = (is_16bit<T> ? 128 : 64) / C;
+
+// 4 C threads cover C rows x 64 columns: each warp has 16 rows and 32 columns, and C/2 columns of a C x C product.
 template <int C> struct Place {
     static_assert(C == 16 || C == 32 || C == 64, "chunks have 16, 32 or 64 rows");
-    static constexpr int row_blocks = C / 16;
-    static constexpr int column_groups = 4 / row_blocks;
-    static constexpr int width = 64 / column_groups;  // columns of one warp; equals C
-    static constexpr int square = C * C / 64 < 8 ? 8 : C * C / 64;  // its columns of a C x C product
-    static constexpr int square_warps = row_blocks * (C / square);  // warps that take part in one
-    int row, column;
-    VK_DEVICE Place() : row(16 * (warp() % row_blocks)), column(width * (warp() / row_blocks)) {}
-    VK_DEVICE int square_column() const { return square * (warp() / row_blocks); }
+    static constexpr int threads = 4 * C, row_blocks = C / 16;
+    static constexpr int width = 32, square = C / 2;
+    int row, column, square_column;
+    VK_DEVICE Place()
+        : row(16 * (warp() % row_blocks)),
+          column(width * (warp() / row_blocks)),
+          square_column(square * (warp() / row_blocks)) {}
 };
 
 struct alignas(8) pair32 { float x, y; };
@@ -25,23 +27,29 @@ struct alignas(8) pair32 { float x, y; };
 // acc to global rows of `stride` elements from `G` (this warp's first row and column), rounded to T; rows and columns
 // beyond are not touched.
 template <class T, int NT_>
-VK_DEVICE void store_fragment(T* G, i64 stride, const float (&acc)[1][NT_][4], int rows, int columns) {
-    const int l = lane();
+VK_DEVICE void store_fragment(T* G, int stride, const float (&acc)[1][NT_][4], int rows, int columns) {
+    const int r = lane() / 4, c = 2 * (lane() % 4);
+    T* const p = G + r * stride + c;
+    const bool pairs = stride % 2 == 0 && (reinterpret_cast<u64>(G) & (2 * sizeof(T) - 1)) == 0;
 #pragma unroll
-    for (int n = 0; n < NT_; ++n)
+    for (int h = 0; h < 2; ++h) {
+        if (r + 8 * h >= rows) continue;
+        T* const row = p + 8 * h * stride;
+        if (pairs && columns >= 8 * NT_) {
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const int r = frag_row(l, i), c = 8 * n + frag_col(l, i);
-            if (r >= rows) continue;
-            T* const p = G + r * stride + c;
-            if (c + 1 < columns && (reinterpret_cast<u64>(p) & (2 * sizeof(T) - 1)) == 0) {
-                if constexpr (is_16bit<T>) *reinterpret_cast<u32*>(p) = pack2<T>(acc[0][n][i], acc[0][n][i + 1]);
-                else *reinterpret_cast<pair32*>(p) = pair32{acc[0][n][i], acc[0][n][i + 1]};
-            } else {
-                if (c < columns) p[0] = from_float<T>(acc[0][n][i]);
-                if (c + 1 < columns) p[1] = from_float<T>(acc[0][n][i + 1]);
+            for (int n = 0; n < NT_; ++n) {
+                if constexpr (is_16bit<T>)
+                    *reinterpret_cast<u32*>(row + 8 * n) = pack2<T>(acc[0][n][2 * h], acc[0][n][2 * h + 1]);
+                else *reinterpret_cast<pair32*>(row + 8 * n) = pair32{acc[0][n][2 * h], acc[0][n][2 * h + 1]};
             }
+        } else {
+#pragma unroll
+            for (int n = 0; n < NT_; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (c + 8 * n + i < columns) row[8 * n + i] = from_float<T>(acc[0][n][2 * h + i]);
         }
+    }
 }
 
 // 16 bytes, or the first `count` elements of them where fewer are wanted or p is not aligned.
@@ -49,27 +57,69 @@ template <class T> VK_DEVICE u128 load_piece(const T* p, int count) {
     return count >= vec<T> && aligned16(p) ? ld128(p) : ld_elements(p, count);
 }
 
-// Local sums of one slice of 64 channels from k0: sc[r][d] = log2 decays summed from the first row of r's block of 16 to
-// r, so that no exponent is a difference of large sums. Rows that do not exist and channels >= K add nothing. `at` is the
-// offset of row 0 of this value head. A barrier must follow.
-template <class T, int C>
-VK_DEVICE void local_sums(float* sc, int ld, const Gate& gate, i64 at, i64 stride, int head, int rows, int k0, int K) {
-    const float rate = gate_rate(gate, head);
-    for (int p = tid(); p < C * 4; p += 128) {
-        const int d = p % 64, first = p / 64 * 16, channel = k0 + d;
-        const bool inside = channel < K;
-        const float bias = gate.dt_bias && inside ? gate.dt_bias[i64(head) * K + channel] : 0.f;
-        float x[16], sum = 0.f;
+// The first `count` of 16 elements `stride` apart, the rest zero and never read.
+template <class T> VK_DEVICE void load_column(float (&x)[16], const T* p, int stride, int count) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        x[i] = i < count ? to_float(*p) : 0.f;
+        p += stride;
+    }
+}
+
+// Log decays, or what the gate makes them from, of one slice of 64 channels from k0: 4 C threads, one for each channel and
+// block of 16 rows. `at` is the offset of row 0 of this value head. Loaded apart from their use, to hide their latency.
+template <class T>
+VK_DEVICE void load_gate(float (&x)[16], const Gate& gate, i64 at, int stride, int rows, int k0, int K) {
+    const int first = tid() / 64 * 16, channel = k0 + tid() % 64, count = channel < K ? rows - first : 0;
+    const i64 from = at + i64(first) * stride + channel;
+    if (gate.g_is_float) load_column(x, static_cast<const float*>(gate.g) + from, stride, count);
+    else load_column(x, static_cast<const T*>(gate.g) + from, stride, count);
+}
+
+// Local sums sc[r][d] = log2 decays summed from the first row of r's block of 16 to r, so that no exponent is a difference
+// of large sums. Rows that do not exist and channels >= K add nothing. A barrier must follow.
+template <class T>
+VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& gate, int head, int rows, int k0, int K) {
+    const int d = tid() % 64, first = tid() / 64 * 16, channel = k0 + d;
+    float* const column = sc + first * ld + d;
+    float sum = 0.f;
+    if (gate.kind == gate_log) {
+        const Gate given{nullptr, nullptr, nullptr, 0.f, gate_log, 0};
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            const int r = first + i;
-            x[i] = inside && r < rows ? load_either<T>(gate.g, at + r * stride + channel, gate.g_is_float) : 0.f;
+            sum += log2_decay(given, x[i], 1.f, 0.f);
+            column[i * ld] = sum;
         }
+    } else {
+        const float rate = gate_rate(gate, head);
+        const float bias = gate.dt_bias && channel < K ? gate.dt_bias[i64(head) * K + channel] : 0.f;
+        const int count = channel < K ? rows - first : 0;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            if (inside && first + i < rows) sum += log2_decay(gate, x[i], rate, bias);
-            sc[(first + i) * ld + d] = sum;
+        for (int i = 0; i < 16; ++i) column[i * ld] = x[i];
+#pragma unroll 1
+        for (int i = 0; i < 16; ++i) {  // a long body: its code must not be there sixteen times
+            if (i < count) sum += log2_decay(gate, column[i * ld], rate, bias);
+            column[i * ld] = sum;
         }
+    }
+}
+
+// ---- fragments -------------------------------------------------------------------------------------------------------
+
+// f(row, column, n, i) for elements i, i + 1 (i = 0 or 2) of each fragment n of a warp that stands at (row, column).
+template <int NT_, class F> VK_DEVICE void each_pair(int row, int column, F f) {
+#pragma unroll
+    for (int n = 0; n < NT_; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) f(row + lane() / 4 + 4 * i, column + 8 * n + 2 * (lane() % 4), n, i);
+}
+
+// Two neighbours of a tile.
+template <class T> VK_DEVICE void load2(const T* p, float& x, float& y) {
+    if constexpr (is_16bit<T>) unpack2<T>(*reinterpret_cast<const u32*>(p), x, y);
+    else {
+        const pair32 both = *reinterpret_cast<const pair32*>(p);
+        x = both.x, y = both.y;
     }
 }
 
@@ -86,40 +136,96 @@ template <> struct Wide<float> {
     static constexpr int parts = 1;
 };
 
-// Tile of Rows x Columns wide elements: `parts` planes.
+VK_DEVICE void split2(u32& hi, u32& lo, float x, float y) {
+    hi = bf16x2_round(x, y);
+    lo = bf16x2_round(x - as_float(hi << 16), y - as_float(hi & 0xffff0000u));
+}
+
+// Rows x Columns wide elements; 16-bit calls have a second plane with the low parts.
 template <class T, int Rows, int Columns> struct WideTile {
     using E = typename Wide<T>::E;
-    static constexpr int ld = pitch<E>(Columns);
-    static constexpr int plane = Rows * ld;
+    static constexpr int ld = pitch<E>(Columns), plane = Rows * ld;
     static constexpr int bytes = Wide<T>::parts * plane * int(sizeof(E));
     E* p;
-    VK_DEVICE void set2(int r, int c, float x0, float x1) const {
+    // Eight (16-bit) or four (float) neighbours, column c a multiple of as many.
+    VK_DEVICE void set_piece(int r, int c, const float (&x)[vec<T>]) const {
         E* const q = p + r * ld + c;
-        if constexpr (Wide<T>::parts == 2) {
-            const u32 hi = pack2<bf16>(x0, x1);
-            float h0, h1;
-            unpack2<bf16>(hi, h0, h1);
-            *reinterpret_cast<u32*>(q) = hi;
-            *reinterpret_cast<u32*>(q + plane) = pack2<bf16>(x0 - h0, x1 - h1);
+        u128 hi, lo;
+        if constexpr (is_16bit<T>) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) split2(hi.w[i], lo.w[i], x[2 * i], x[2 * i + 1]);
+            st128(q + plane, lo);
         } else {
-            q[0] = x0;
-            q[1] = x1;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) hi.w[i] = as_u32(x[i]);
         }
+        st128(q, hi);
     }
 };
 
-// acc += A B with A at (ar, ac) of tile a, B at (br, bc) of tile b, in the given form.
-template <class T, int M, int N, int K, Form F, int Ra, int Ca, int Rb, int Cb>
-VK_DEVICE void wide_mma(float (&acc)[M / 16][N / 8][4], const WideTile<T, Ra, Ca>& a, int ar, int ac,
-                        const WideTile<T, Rb, Cb>& b, int br, int bc) {
-    using A = WideTile<T, Ra, Ca>;
-    using B = WideTile<T, Rb, Cb>;
-    const auto* const pa = a.p + ar * A::ld + ac;
-    const auto* const pb = b.p + br * B::ld + bc;
-    warp_mma<typename A::E, M, N, K, F>(acc, pa, A::ld, pb, B::ld);
-    if constexpr (Wide<T>::parts == 2) {
-        warp_mma<bf16, M, N, K, F>(acc, pa, A::ld, pb + B::plane, B::ld);
-        warp_mma<bf16, M, N, K, F>(acc, pa + A::plane, A::ld, pb, B::ld);
+// Lower triangle of a C x C matrix in blocks of 16: block row I holds I + 1 blocks, with a pitch of its own.
+template <class T, int C> struct WideTriangle {
+    using E = typename Wide<T>::E;
+    static constexpr int pad = vec<E>, blocks = C / 16;
+    static constexpr int plane = 16 * blocks * (8 * (blocks + 1) + pad);
+    static constexpr int bytes = Wide<T>::parts * plane * int(sizeof(E));
+    E* p;
+    static VK_DEVICE int ld(int I) { return 16 * (I + 1) + pad; }
+    VK_DEVICE E* at(int I, int r, int c) const { return p + 16 * I * (8 * (I + 1) + pad) + r * ld(I) + c; }
+    VK_DEVICE void set2(int I, int r, int c, float x, float y) const {  // row 16I + r, columns c, c + 1
+        E* const q = at(I, r, c);
+        if constexpr (is_16bit<T>) {
+            u32 hi, lo;
+            split2(hi, lo, x, y);
+            *reinterpret_cast<u32*>(q) = hi;
+            *reinterpret_cast<u32*>(q + plane) = lo;
+        } else {
+            q[0] = x;
+            q[1] = y;
+        }
+    }
+    // In place of diagonal block I, where products do not read it: 16 x 16 floats, those of column j together.
+    VK_DEVICE float* diagonal(int I, int j, int i) const {
+        E* const row = at(I, j, 16 * I);
+        if constexpr (is_16bit<T>) return reinterpret_cast<float*>(row + i / 8 * plane) + i % 8;
+        else return row + i;
+    }
+};
+
+// One or two products with the same right-hand side: acc_e += block (I, J) of m_e, or its transpose, times 16 rows of x from
+// row br; N columns from column bc.
+template <bool Transposed, int N, class T, int C, int Rows, int E>
+VK_DEVICE void wide_mma(float (&acc)[E][1][N / 8][4], const WideTriangle<T, C> (&m)[E], int I, int J,
+                        const WideTile<T, Rows, 64>& x, int br, int bc) {
+    using X = WideTile<T, Rows, 64>;
+    const int ld = m[0].ld(I);
+    const auto* const b = x.p + br * X::ld + bc;
+    if constexpr (is_16bit<T>) {
+        u32 hi[E][4], lo[E][4];
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            load_a<Transposed>(hi[e], m[e].at(I, 0, 16 * J), ld, 0, 0);
+            load_a<Transposed>(lo[e], m[e].at(I, 0, 16 * J) + m[e].plane, ld, 0, 0);
+        }
+#pragma unroll
+        for (int n = 0; n < N / 8; n += 2) {
+            u32 bh[4], bl[4];
+            load_b2<false>(bh, b, X::ld, 0, 8 * n);
+            load_b2<false>(bl, b + X::plane, X::ld, 0, 8 * n);
+#pragma unroll
+            for (int e = 0; e < E; ++e)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const u32 ph[2] = {bh[2 * h], bh[2 * h + 1]}, pl[2] = {bl[2 * h], bl[2 * h + 1]};
+                    mma16816<bf16>(acc[e][0][n + h], lo[e], ph);
+                    mma16816<bf16>(acc[e][0][n + h], hi[e], pl);
+                    mma16816<bf16>(acc[e][0][n + h], hi[e], ph);
+                }
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < E; ++e)
+            warp_mma<float, 16, N, 16, Transposed ? TN : NN>(acc[e], m[e].at(I, 0, 16 * J), ld, b, X::ld);
     }
 }
 

@@ -3,167 +3,176 @@
 //     dAqk = (dO Vnew^T) * M                                      M lower triangle with the diagonal
 //     dV   = diag(beta) A^T dU                                    dbeta_v = rowsum(A^T dU * V)
 //     dW   = -dU S^T                                              S: state at the start of the chunk
-//     dA   = dU (diag(beta) V)^T + dW (diag(beta) exp Gamma * K)^T
+//     dA   = (dU V^T + dW (exp Gamma * K)^T) diag(beta)
 //     X    = -(A^T dA A^T) * M1                                   M1 strict lower triangle
 //
-// Rounded to T: dW, diag(beta) V, diag(beta) exp Gamma * K, dA, A^T dA. dAqk and X stay in float32, because dg is
-// a difference of their products. Only the strict lower triangle of dA reaches X: (A^T dA A^T)_ij with i > j sums dA_pq
-// over p >= i > j >= q.
+// Rounded to T: dW, exp Gamma * K, dA, A^T dA. dAqk and X stay in float32, because dg is a difference of their products.
+// Only the strict lower triangle of dA reaches X: (A^T dA A^T)_ij with i > j sums dA_pq over p >= i > j >= q.
+//
+// Slices of V, then for each slice of K those of V again; 16-bit calls load one step ahead.
 #include "backward_common.cuh"
 
 namespace vk {
 
 template <class T, int C> struct LocalShared {
-    static constexpr int ld = pitch<T>(64);
-    static constexpr int tile = 64 * ld;
-    static constexpr int ldc = 68;  // of the local sums, which take the place of the first two tiles
-    static constexpr int bytes = int(sizeof(T)) * (4 * tile + C * pitch<T>(C)) + 4 * 64 * 4;
+    static constexpr int ld = pitch<T>(64), tile = 64 * ld, stages = is_16bit<T> ? 2 : 1;
+    static constexpr int ldc = 68;  // of the local sums
+    // Tiles of a stage: dO, Vnew, dU, V; later dU, S. Tiles 2 and 3 then hold dW and exp Gamma * K, and the local sums lie
+    // where no stage is: in tiles 6 and 7, or in tile 0 between two steps.
+    static constexpr int sums = stages == 2 ? 6 : 0;
+    static constexpr int bytes = int(sizeof(T)) * (4 * stages * tile + C * pitch<T>(C)) + 4 * 3 * C;
 };
 
 // A, dU, Vnew, dO, v: [tokens,HV,.]; k [tokens,H,K], after the norm; S [chunks,HV,K,V]; beta float [tokens,HV], activated.
 // gate: as prepare.cu has it. Out: dAqk, X float [tokens,HV,C], zero where masked; dW [tokens,HV,K]; dv [tokens,HV,V];
 // dbeta_v float [tokens,HV]; dA [tokens,HV,C] or null.
 template <class T, int C, bool Gated>
-VK_KERNEL_BOUNDS(128, 2)
+VK_KERNEL_BOUNDS(4 * C, (blocks_per_sm<T, C>))
 void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T* v, const T* k, const T* S,
                     const float* beta, const Chunk* chunks, Gate gate, float* dAqk, float* X, T* dW, T* dv,
                     float* dbeta_v, T* dA, i32 H, i32 HV, i32 K, i32 V) {
     VK_DYN_SHARED(shared);
     using L = LocalShared<T, C>;
-    constexpr int ld = L::ld, lda = pitch<T>(C), NT_ = C / 8, W_ = Place<C>::width, Q_ = Place<C>::square;
+    constexpr int ld = L::ld, lda = pitch<T>(C), W_ = Place<C>::width, Q_ = Place<C>::square;
+    constexpr int threads = Place<C>::threads;
     T* const x0 = reinterpret_cast<T*>(shared);
-    T* const x1 = x0 + L::tile;
-    T* const x2 = x1 + L::tile;
-    T* const x3 = x2 + L::tile;
-    T* const sA = x3 + L::tile;
-    float* const sums = reinterpret_cast<float*>(sA + C * lda);  // [column groups][C]
+    T* const x2 = x0 + 2 * L::tile;
+    T* const x3 = x0 + 3 * L::tile;
+    float* const sc = reinterpret_cast<float*>(x0 + L::sums * L::tile);
+    T* const sA = x0 + 4 * L::stages * L::tile;
+    float* const sums = reinterpret_cast<float*>(sA + C * lda);  // [2][C]
+    float* const sb = sums + 2 * C;                              // beta [C]
 
     const int head = bidx() % HV, chunk = bidx() / HV;
     const Chunk c = chunks[chunk];
     if (c.rows == 0) return;  // past the last chunk
     const Place<C> at;
-    const int sq = at.square_column();
-    const bool square = warp() < Place<C>::square_warps;
-    const i64 strideK = i64(HV) * K, strideV = i64(HV) * V, strideC = i64(HV) * C, strideQ = i64(H) * K;
+    const int sq = at.square_column;
+    const int strideK = HV * K, strideV = HV * V, strideC = HV * C, strideQ = H * K;
     const i64 tokenV = c.token * strideV + i64(head) * V, tokenK = c.token * strideK + i64(head) * K;
     const i64 tokenC = c.token * strideC + i64(head) * C, tokenQ = c.token * strideQ + i64(head / (HV / H)) * K;
     const i64 tokenB = c.token * HV + head;
     const T* const s_chunk = S + (i64(chunk) * HV + head) * K * V;
+    const int slices = ceil_div(V, 64), steps = slices * (1 + ceil_div(K, 64));
 
-    float b[2];  // beta of rows g and g + 8
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int r = at.row + lane() / 4 + 8 * i;
-        b[i] = r < c.rows ? beta[tokenB + i64(r) * HV] : 0.f;
-    }
-    load_tile<T, C, C>(sA, lda, A + tokenC, strideC, c.rows, C, tid(), 128);
+    auto load = [&](int i) {
+        T* const to = x0 + i % L::stages * 4 * L::tile;
+        const int v0 = i % slices * 64, k0 = (i / slices - 1) * 64, columns = V - v0;
+        const i64 from = tokenV + v0;
+        if (i < slices) {
+            load_tile<T, C, 64>(to, ld, dO + from, strideV, c.rows, columns, tid(), threads);
+            load_tile<T, C, 64>(to + L::tile, ld, Vnew + from, strideV, c.rows, columns, tid(), threads);
+            load_tile<T, C, 64>(to + 2 * L::tile, ld, dU + from, strideV, c.rows, columns, tid(), threads);
+            load_tile<T, C, 64>(to + 3 * L::tile, ld, v + from, strideV, c.rows, columns, tid(), threads);
+        } else if (i < steps) {
+            load_tile<T, C, 64>(to, ld, dU + from, strideV, c.rows, columns, tid(), threads);
+            load_tile<T, 64, 64>(to + L::tile, ld, s_chunk + i64(k0) * V + v0, V, K - k0, columns, tid(), threads);
+        }
+        cp_async_commit();
+    };
+    // Tiles of step i. At the first step of a slice of K its tile of k starts to load; wait_k and a barrier end that.
+    auto begin = [&](int i) -> const T* {
+        if constexpr (L::stages == 1) {
+            sync();
+            load(i);
+        }
+        cp_async_wait<0>();
+        sync();
+        if (i >= slices && i % slices == 0) {
+            const int k0 = (i / slices - 1) * 64;
+            load_tile<T, C, 64>(x3, ld, k + tokenQ + k0, strideQ, c.rows, K - k0, tid(), threads);
+        }
+        cp_async_commit();
+        if constexpr (L::stages == 2) load(i + 1);
+        return x0 + i % L::stages * 4 * L::tile;
+    };
+    auto wait_k = [&] { cp_async_wait<L::stages - 1>(); };
 
-    float acc_qk[1][Q_ / 8][4], acc_a[1][Q_ / 8][4];
+    if (tid() < C) sb[tid()] = tid() < c.rows ? beta[tokenB + i64(tid()) * HV] : 0.f;
+    load_tile<T, C, C>(sA, lda, A + tokenC, strideC, c.rows, C, tid(), threads);
+    if constexpr (L::stages == 2) load(0);
+
+    float acc_qk[1][Q_ / 8][4], acc_a[1][Q_ / 8][4], acc[1][W_ / 8][4], g[16];
     clear(acc_qk);
     clear(acc_a);
     float db[2] = {0.f, 0.f};
-    for (int v0 = 0; v0 < V; v0 += 64) {
-        sync();
-        load_tile<T, C, 64>(x0, ld, dO + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
-        load_tile<T, C, 64>(x1, ld, Vnew + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
-        load_tile<T, C, 64>(x2, ld, dU + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
-        load_tile<T, C, 64>(x3, ld, v + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
-        cp_async_commit();
-        cp_async_wait<0>();
-        sync();
-        if (square) warp_mma<T, 16, Q_, 64, NT>(acc_qk, x0 + at.row * ld, ld, x1 + sq * ld, ld);
-        float acc[1][NT_][4];
-        clear(acc);
-        for (int r = at.row; r < C; r += 16)  // A is lower triangular
-            warp_mma<T, 16, W_, 16, TN>(acc, sA + r * lda + at.row, lda, x2 + r * ld + at.column, ld);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        const T* const x = begin(step);
+        const int v0 = step % slices * 64, k0 = (step / slices - 1) * 64;
+        if (step < slices) {
+            const T *const u = x + 2 * L::tile, *const sv = x + 3 * L::tile;
+            warp_mma<T, 16, Q_, 64, NT>(acc_qk, x + at.row * ld, ld, x + L::tile + sq * ld, ld);
+            warp_mma<T, 16, Q_, 64, NT>(acc_a, u + at.row * ld, ld, sv + sq * ld, ld);
+            clear(acc);
+#pragma unroll 1
+            for (int r = at.row; r < C; r += 16)  // A is lower triangular
+                warp_mma<T, 16, W_, 16, TN>(acc, sA + r * lda + at.row, lda, u + r * ld + at.column, ld);
+            const float b[2] = {sb[at.row + lane() / 4], sb[at.row + lane() / 4 + 8]};
+            each_pair<W_ / 8>(at.row, at.column, [&](int r, int col, int n, int i) {
+                float v_[2];
+                load2(sv + r * ld + col, v_[0], v_[1]);
 #pragma unroll
-        for (int n = 0; n < NT_; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& x = acc[0][n][i];
-                const int r = at.row + frag_row(lane(), i), col = at.column + 8 * n + frag_col(lane(), i);
-                db[i / 2] = fma(x, to_float(x3[r * ld + col]), db[i / 2]);
-                x *= b[i / 2];
-            }
-        store_fragment<T>(dv + tokenV + i64(at.row) * strideV + v0 + at.column, strideV, acc, c.rows - at.row,
-                          V - v0 - at.column);
-        sync();
-        for (int p = tid(); p < C * 64 / vec<T>; p += 128) {
-            const int r = p / (64 / vec<T>);
-            T* const piece = x3 + r * ld + p % (64 / vec<T>) * vec<T>;
-            const float br = r < c.rows ? beta[tokenB + i64(r) * HV] : 0.f;
-            u128 x = ld128(piece);
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) set<T>(x, i, from_float<T>(br * to_float(get<T>(x, i))));
-            st128(piece, x);
-        }
-        sync();
-        if (square) warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
-    }
-
-    for (int k0 = 0; k0 < K; k0 += 64) {
-        float acc[1][NT_][4];
-        clear(acc);
-        for (int v0 = 0; v0 < V; v0 += 64) {
-            sync();
-            load_tile<T, C, 64>(x0, ld, dU + tokenV + v0, strideV, c.rows, V - v0, tid(), 128);
-            load_tile<T, 64, 64>(x1, ld, s_chunk + i64(k0) * V + v0, V, K - k0, V - v0, tid(), 128);
-            cp_async_commit();
-            cp_async_wait<0>();
-            sync();
-            warp_mma<T, 16, W_, 64, NT>(acc, x0 + at.row * ld, ld, x1 + at.column * ld, ld);
-        }
-        for_each_acc(acc, [](int, int, float& x) { x = -x; });
-        store_acc<T>(x2 + at.row * ld + at.column, ld, acc);
-        float* const sc = reinterpret_cast<float*>(x0);
-        if constexpr (Gated) {
-            sync();
-            local_sums<T, C>(sc, L::ldc, gate, tokenK, strideK, head, c.rows, k0, K);
-            sync();
-        }
-        for (int p = tid(); p < C * 64 / vec<T>; p += 128) {
-            const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
-            const int count = r < c.rows ? K - k0 - d : 0;
-            u128 x = load_piece(k + tokenQ + r * strideQ + k0 + d, count);
-            const float br = count > 0 ? beta[tokenB + i64(r) * HV] : 0.f;
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) {
-                float y = br * to_float(get<T>(x, i));
-                if constexpr (Gated) {
-                    float sum = sc[r * L::ldc + d + i];
-                    for (int last = 15; last < r / 16 * 16; last += 16) sum += sc[last * L::ldc + d + i];
-                    y *= exp2(sum);
+                for (int j = 0; j < 2; ++j) {
+                    float& y = acc[0][n][i + j];
+                    db[i / 2] = fma(y, v_[j], db[i / 2]);
+                    y *= b[i / 2];
                 }
-                set<T>(x, i, from_float<T>(y));
-            }
-            st128(x3 + r * ld + d, x);
+            });
+            store_fragment<T>(dv + tokenV + at.row * strideV + v0 + at.column, strideV, acc, c.rows - at.row,
+                              V - v0 - at.column);
+            continue;
         }
+
+        if (v0 == 0) {
+            clear(acc);
+            if constexpr (Gated) load_gate<T>(g, gate, tokenK, strideK, c.rows, k0, K);
+        }
+        warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld);
+        if (v0 + 64 < V) continue;
+        for_each_acc(acc, [](int, int, float& y) { y = -y; });
+        store_acc<T>(x2 + at.row * ld + at.column, ld, acc);
+        wait_k();
         sync();
-        if (square) warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
-        store_tile<T, C, 64>(dW + tokenK + k0, strideK, x2, ld, c.rows, K - k0, tid(), 128);
+        if constexpr (Gated) {
+            local_sums<T>(sc, L::ldc, g, gate, head, c.rows, k0, K);
+            sync();
+#pragma unroll 1
+            for (int p = tid(); p < C * 64 / vec<T>; p += threads) {
+                const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
+                float sum[vec<T>];
+#pragma unroll
+                for (int i = 0; i < vec<T>; ++i) sum[i] = sc[r * L::ldc + d + i];
+#pragma unroll 1
+                for (int last = 15; last < r / 16 * 16; last += 16)
+#pragma unroll
+                    for (int i = 0; i < vec<T>; ++i) sum[i] += sc[last * L::ldc + d + i];
+                const u128 y = ld128(x3 + r * ld + d);
+#pragma unroll
+                for (int i = 0; i < vec<T>; ++i) sum[i] = to_float(get<T>(y, i)) * exp2_flush(sum[i]);
+                st128(x3 + r * ld + d, pack<T>(sum));
+            }
+            sync();
+        }
+        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
+        store_tile<T, C, 64>(dW + tokenK + k0, strideK, x2, ld, c.rows, K - k0, tid(), threads);
     }
 
+    T* const x1 = x0 + L::tile;
+    for_each_acc(acc_qk, [&](int r, int col, float& x) { x = sq + col <= at.row + r ? x : 0.f; });
+    store_fragment<float>(dAqk + tokenC + at.row * strideC + sq, strideC, acc_qk, c.rows - at.row, C - sq);
+    for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x * sb[sq + col] : 0.f; });
+    store_acc<T>(x0 + at.row * ld + sq, ld, acc_a);
     sync();
-    if (square) {
-        for_each_acc(acc_qk, [&](int r, int col, float& x) { x = sq + col <= at.row + r ? x : 0.f; });
-        store_fragment<float>(dAqk + tokenC + i64(at.row) * strideC + sq, strideC, acc_qk, c.rows - at.row, C - sq);
-        for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x : 0.f; });
-        store_acc<T>(x0 + at.row * ld + sq, ld, acc_a);
-    }
+    if (dA) store_tile<T, C, C>(dA + tokenC, strideC, x0, ld, c.rows, C, tid(), threads);
+    clear(acc_a);
+    warp_mma<T, 16, Q_, C, TN>(acc_a, sA + at.row, lda, x0 + sq, ld);
+    store_acc<T>(x1 + at.row * ld + sq, ld, acc_a);
     sync();
-    if (dA) store_tile<T, C, C>(dA + tokenC, strideC, x0, ld, c.rows, C, tid(), 128);
-    if (square) {
-        clear(acc_a);
-        warp_mma<T, 16, Q_, C, TN>(acc_a, sA + at.row, lda, x0 + sq, ld);
-        store_acc<T>(x1 + at.row * ld + sq, ld, acc_a);
-    }
-    sync();
-    if (square) {
-        clear(acc_a);
-        warp_mma<T, 16, Q_, C, NT>(acc_a, x1 + at.row * ld, ld, sA + sq * lda, lda);
-        for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? -x : 0.f; });
-        store_fragment<float>(X + tokenC + i64(at.row) * strideC + sq, strideC, acc_a, c.rows - at.row, C - sq);
-    }
+    clear(acc_a);
+    warp_mma<T, 16, Q_, C, NT>(acc_a, x1 + at.row * ld, ld, sA + sq * lda, lda);
+    for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? -x : 0.f; });
+    store_fragment<float>(X + tokenC + at.row * strideC + sq, strideC, acc_a, c.rows - at.row, C - sq);
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -172,12 +181,7 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
         if (lane() % 4 == 0) sums[warp() / Place<C>::row_blocks * C + at.row + lane() / 4 + 8 * i] = db[i];
     }
     sync();
-    if (tid() < c.rows) {
-        float x = 0.f;
-#pragma unroll
-        for (int g = 0; g < Place<C>::column_groups; ++g) x += sums[g * C + tid()];
-        dbeta_v[tokenB + i64(tid()) * HV] = x;
-    }
+    if (tid() < c.rows) dbeta_v[tokenB + i64(tid()) * HV] = sums[tid()] + sums[C + tid()];
 }
 
 }  // namespace vk

@@ -16,6 +16,11 @@ template <class T, int C, int KP, int BV, int R> struct ReverseShape {
     static constexpr int NS = KP / KS;
     static_assert(KP % KS == 0 && C <= KS && BV * C >= 512, "warp tiles are whole fragments");
     static constexpr int ld = pitch<T>(KS), lda = pitch<T>(C), ldv = pitch<T>(BV);
+    static constexpr int warps = C * BV / 128 < 8 ? C * BV / 128 : 8, threads = 32 * warps;
+    static constexpr int width = C * BV / (16 * warps);  // columns of one warp, which has 16 rows, in a C x BV product
+    static constexpr int row_groups = warps < KS / 16 ? warps : KS / 16;  // a slice of dS: rows / row_groups times
+    static constexpr int rows = KS / row_groups;                          // columns / (warps / row_groups) for each warp
+    static constexpr int columns = BV / (warps / row_groups);
     static constexpr int tile = C * ld, buffer = 2 * tile, slice = C * ldv, copy = KP * ldv;
     static constexpr int bytes = int(sizeof(T)) * (R * buffer + 3 * slice + copy) + R * KS * 4;
 };
@@ -25,15 +30,14 @@ template <class T, int C, int KP, int BV, int R> struct ReverseShape {
 // multiplies q. dht, dh0 float [N,HV,K,V], or [N,HV,V,K] with v_first; each may be null. Out: dU [tokens,HV,V],
 // dS [chunks,HV,K,V].
 template <class T, int C, int KP, int BV, int R, bool Gated>
-VK_KERNEL_BOUNDS(128, 1)
+VK_KERNEL_BOUNDS((ReverseShape<T, C, KP, BV, R>::threads), 1)
 void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T* dO, const float* decay,
                     const float* dht, const Chunk* chunks, const i32* first_chunk, T* dU, T* dS_out, float* dh0, i32 Hk,
                     i32 HV, i32 K, i32 V, float q_scale, i32 v_first) {
     VK_DYN_SHARED(shared);
     using L = ReverseShape<T, C, KP, BV, R>;
     constexpr int KS = L::KS, NS = L::NS, ld = L::ld, ldv = L::ldv, lda = L::lda, stages = 2 * NS;
-    constexpr int width = BV * C / 64;            // columns of one warp in a C x BV product
-    constexpr int MT = KS / 64, NT_ = BV / 8;     // this warp's fragments of one slice of dS: KS/4 rows, all columns
+    constexpr int width = L::width, threads = L::threads, MT = L::rows / 16, NT_ = L::columns / 8;
     T* const ring = reinterpret_cast<T*>(shared);
     T* const sO = ring + R * L::buffer;           // dO, two buffers: this chunk's and the next one's
     T* const sU = sO + 2 * L::slice;              // -dU
@@ -43,33 +47,39 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     const int slices = ceil_div(V, BV), v0 = bidx() % slices * BV, columns = min(BV, V - v0);
     const int head = bidx() / slices % HV, sequence = bidx() / slices / HV;
     const int first = first_chunk[sequence], count = first_chunk[sequence + 1] - first;
-    const i64 strideK = i64(HV) * K, strideV = i64(HV) * V, strideC = i64(HV) * C, strideQ = i64(Hk) * K;
+    const Chunk none{0, 0, -1}, head_chunk = count ? chunks[first] : none, last_chunk = count ? chunks[first + count - 1] : none;
+    const int strideK = HV * K, strideV = HV * V, strideC = HV * C, strideQ = Hk * K;
     const i64 offsetK = i64(head) * K, offsetV = i64(head) * V + v0, offsetC = i64(head) * C;
     const i64 offsetQ = i64(head / (HV / Hk)) * K;
     const int r0 = 16 * (warp() % (C / 16)), c0 = width * (warp() / (C / 16));  // this warp's part of a C x BV product
-    const int s0 = KS / 4 * warp();                                            // and of a KS x BV slice of dS
+    const int s0 = L::rows * (warp() % L::row_groups), e0 = L::columns * (warp() / L::row_groups);  // and of a slice of dS
 
-    auto load = [&](int n) {  // stage n of the scan; past the end an empty group, so that counts stay equal
-        const int step = n / stages, stage = n % stages;
+    // Chunks of a sequence are neighbours, and only its last one, which comes first here, can be shorter than C.
+    auto rows_at = [&](int step) { return step == 0 ? last_chunk.rows : C; };
+    auto token_at = [&](int step) { return head_chunk.token + i64(count - 1 - step) * C; };
+    // One stage of the scan into buffer `slot`; past the end an empty group, so that counts stay equal.
+    auto load = [&](int step, int stage, int slot) {
         if (step < count) {
-            const int chunk = first + count - 1 - step;
-            const Chunk c = chunks[chunk];
-            T* const to = ring + n % R * L::buffer;
+            const int rows = rows_at(step);
+            const i64 token = token_at(step);
+            T* const to = ring + slot * L::buffer;
             const int s = stage % NS, channels = K - s * KS;
-            const i64 fromK = c.token * strideK + offsetK + s * KS, fromQ = c.token * strideQ + offsetQ + s * KS;
+            const i64 fromQ = token * strideQ + offsetQ + s * KS;
             if (stage < NS) {
-                load_tile<T, C, KS>(to, ld, Kg + fromQ, strideQ, c.rows, channels, tid(), 128);
+                load_tile<T, C, KS>(to, ld, Kg + fromQ, strideQ, rows, channels, tid(), threads);
                 if (s == 0) {
-                    load_tile<T, C, C>(to + L::tile, lda, Aqk + c.token * strideC + offsetC, strideC, c.rows, C, tid(), 128);
-                    load_tile<T, C, BV>(sO + step % 2 * L::slice, ldv, dO + c.token * strideV + offsetV, strideV, c.rows,
-                                        columns, tid(), 128);
+                    load_tile<T, C, C>(to + L::tile, lda, Aqk + token * strideC + offsetC, strideC, rows, C, tid(), threads);
+                    load_tile<T, C, BV>(sO + step % 2 * L::slice, ldv, dO + token * strideV + offsetV, strideV, rows,
+                                        columns, tid(), threads);
                 }
             } else {
-                load_tile<T, C, KS>(to, ld, Qg + fromQ, strideQ, c.rows, channels, tid(), 128);
-                load_tile<T, C, KS>(to + L::tile, ld, W + fromK, strideK, c.rows, channels, tid(), 128);
+                load_tile<T, C, KS>(to, ld, Qg + fromQ, strideQ, rows, channels, tid(), threads);
+                load_tile<T, C, KS>(to + L::tile, ld, W + token * strideK + offsetK + s * KS, strideK, rows, channels, tid(),
+                                    threads);
                 if constexpr (Gated)
-                    load_tile<float, 1, KS>(sdecay + n % R * KS, KS, decay + (i64(chunk) * HV + head) * K + s * KS, 0, 1,
-                                            channels, tid(), 128);
+                    load_tile<float, 1, KS>(sdecay + slot * KS, KS,
+                                            decay + (i64(first + count - 1 - step) * HV + head) * K + s * KS, 0, 1, channels,
+                                            tid(), threads);
             }
         }
         cp_async_commit();
@@ -77,11 +87,11 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
 
     float dS[NS][MT][NT_][4];
     auto element = [&](int s, int row, int column) {  // of dht and dh0
-        const i64 d = s * KS + s0 + row, e = v0 + column;
+        const i64 d = s * KS + s0 + row, e = v0 + e0 + column;
         return (i64(sequence) * HV + head) * K * V + (v_first ? e * K + d : d * V + e);
     };
-    auto inside = [&](int s, int row, int column) { return s * KS + s0 + row < K && column < columns; };
-    auto copy_state = [&](int s) { store_acc<T>(sS + (s * KS + s0) * ldv, ldv, dS[s]); };
+    auto inside = [&](int s, int row, int column) { return s * KS + s0 + row < K && e0 + column < columns; };
+    auto copy_state = [&](int s) { store_acc<T>(sS + (s * KS + s0) * ldv + e0, ldv, dS[s]); };
 #pragma unroll
     for (int s = 0; s < NS; ++s) {
         for_each_acc(dS[s], [&](int row, int column, float& x) {
@@ -91,55 +101,57 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     }
 
 #pragma unroll
-    for (int n = 0; n < R - 1; ++n) load(n);
-    int n = 0;
-    auto begin_stage = [&] {
+    for (int n = 0; n < R - 1; ++n) load(n / stages, n % stages, n);
+    int slot = 0;  // buffer of the stage at hand
+    auto begin_stage = [&](int step, int stage) -> const T* {
+        const int mine = slot;
         if constexpr (R == 1) {
             sync();
-            load(n);
+            load(step, stage, 0);
             cp_async_wait<0>();
             sync();
         } else {
             cp_async_wait<R - 2>();
             sync();
-            load(n + R - 1);
+            load(step + (stage + R - 1) / stages, (stage + R - 1) % stages, slot == 0 ? R - 1 : slot - 1);
+            slot = slot == R - 1 ? 0 : slot + 1;
         }
+        return ring + mine * L::buffer;
     };
 
 #pragma unroll 1
     for (int step = 0; step < count; ++step) {
-        const int chunk = first + count - 1 - step;
-        const Chunk c = chunks[chunk];
+        const int rows = rows_at(step);
         const T* const o = sO + step % 2 * L::slice;
         float acc[1][width / 8][4];
         clear(acc);
 #pragma unroll
-        for (int s = 0; s < NS; ++s, ++n) {
-            begin_stage();
-            const T* const tile = ring + n % R * L::buffer;
+        for (int s = 0; s < NS; ++s) {
+            const T* const tile = begin_stage(step, s);
             if (s == 0) {
-                T* const to = dS_out + (i64(chunk) * HV + head) * K * V + v0;
-                store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, tid(), 128);
-                for (int i = r0; i < C; i += 16)
-                    warp_mma<T, 16, width, 16, TN>(acc, tile + L::tile + i * lda + r0, lda, o + i * ldv + c0, ldv);
+                T* const to = dS_out + (i64(first + count - 1 - step) * HV + head) * K * V + v0;
+                store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, tid(), threads);
+#pragma unroll
+                for (int i = 0; i < C; i += 16)
+                    if (i >= r0)
+                        warp_mma<T, 16, width, 16, TN>(acc, tile + L::tile + i * lda + r0, lda, o + i * ldv + c0, ldv);
             }
             warp_mma<T, 16, width, KS>(acc, tile + r0 * ld, ld, sS + s * KS * ldv + c0, ldv);
         }
-        store_fragment<T>(dU + (c.token + r0) * strideV + offsetV + c0, strideV, acc, c.rows - r0, columns - c0);
+        store_fragment<T>(dU + (token_at(step) + r0) * strideV + offsetV + c0, strideV, acc, rows - r0, columns - c0);
         for_each_acc(acc, [](int, int, float& x) { x = -x; });
         store_acc<T>(sU + r0 * ldv + c0, ldv, acc);
 #pragma unroll
-        for (int s = 0; s < NS; ++s, ++n) {
-            begin_stage();
-            const T* const tile = ring + n % R * L::buffer;
+        for (int s = 0; s < NS; ++s) {
+            const T* const tile = begin_stage(step, NS + s);
             if constexpr (Gated) {
-                const float* const fall = sdecay + n % R * KS + s0;
+                const float* const fall = sdecay + (tile - ring) / L::buffer * KS + s0;
                 for_each_acc(dS[s], [&](int row, int, float& x) { x *= fall[row]; });
-                warp_mma<T, KS / 4, BV, C, TN>(dS[s], tile + s0, ld, o, ldv);
+                warp_mma<T, L::rows, L::columns, C, TN>(dS[s], tile + s0, ld, o + e0, ldv);
             } else {
                 float from_q[MT][NT_][4];
                 clear(from_q);
-                warp_mma<T, KS / 4, BV, C, TN>(from_q, tile + s0, ld, o, ldv);
+                warp_mma<T, L::rows, L::columns, C, TN>(from_q, tile + s0, ld, o + e0, ldv);
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -147,7 +159,7 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
 #pragma unroll
                         for (int i = 0; i < 4; ++i) dS[s][m][j][i] = fma(q_scale, from_q[m][j][i], dS[s][m][j][i]);
             }
-            warp_mma<T, KS / 4, BV, C, TN>(dS[s], tile + L::tile + s0, ld, sU, ldv);
+            warp_mma<T, L::rows, L::columns, C, TN>(dS[s], tile + L::tile + s0, ld, sU + e0, ldv);
             copy_state(s);
         }
     }
