@@ -69,6 +69,7 @@ VK_DEVICE u32 bf16x2_round(float lo, float hi) { return bf16_round(lo) | u32(bf1
 // ---- math ---------------------------------------------------------------------------------------
 
 VK_DEVICE float exp2(float x) { return __builtin_exp2f(x); }
+VK_DEVICE float exp2_flush(float x) { return x < -126.f ? 0.f : __builtin_exp2f(x); }
 VK_DEVICE float log2f(float x) { return __builtin_log2f(x); }
 VK_DEVICE float exp(float x) { return __builtin_expf(x); }
 VK_DEVICE float log1p(float x) { return __builtin_log1pf(x); }

@@ -72,6 +72,12 @@ VK_DEVICE float exp2(float x) {
     asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// The same with results below 2^-126 flushed to 0: a quarter of the instructions.
+VK_DEVICE float exp2_flush(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 VK_DEVICE float log2f(float x) { return ::log2f(x); }    // <= 1 ulp
 VK_DEVICE float exp(float x) { return ::expf(x); }       // <= 2 ulp (1 ulp in recent toolkits)
 VK_DEVICE float log1p(float x) { return ::log1pf(x); }   // <= 1 ulp (2 on the host)

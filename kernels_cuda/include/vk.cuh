@@ -18,7 +18,7 @@
 //   matrix    ldmatrix_x4 ldmatrix_x4_trans ldmatrix_x2 ldmatrix_x2_trans mma16816<T>
 //   copies    ld128 st128 cp_async16 cp_async_commit cp_async_wait<N>
 //   bits      as_float as_u32 f16_value f16_round bf16_round f16x2_round bf16x2_round
-//   math      exp2 log2f exp log1p rsqrtf sqrt_rn fma fmax fmin fabs
+//   math      exp2 exp2_flush log2f exp log1p rsqrtf sqrt_rn fma fmax fmin fabs
 #if defined(__CUDACC__)
 #include "device.cuh"
 #else
