@@ -169,8 +169,8 @@ def prepare(backend: Backend, call: Forward, table: Table, out: dict[str, int], 
     """
     beta_kind = 0 if not call.beta_sigmoid else 2 if call.allow_neg_eigval else 1
     backend.launch(
-        f"prepare<{TYPES[call.dtype]},{call.chunk},{call.KP},{str(call.gated).lower()}>",
-        (call.chunks * call.HV, 1, 1), 128, prepare_shared(call.dtype, call.chunk, call.KP),
+        f"prepare<{TYPES[call.dtype]},{call.chunk},{str(call.gated).lower()}>",
+        (call.chunks * call.HV, 1, 1), 128, prepare_shared(call.dtype, call.chunk),
         [_p(call.q), _p(call.k), _p(call.v), _p(call.g), _i(call.g_float32), _p(call.beta), _i(call.beta_float32),
          _p(call.A_log), _p(call.dt_bias), ctypes.c_float(call.lower_bound), _i(GATES[call.gate]), _i(beta_kind),
          _i(call.qk_l2norm), ctypes.c_float(call.scale), _p(table.chunks), _i(call.H), _i(call.HV),
@@ -290,15 +290,15 @@ def _slices(dtype: str, KP: int) -> tuple[int, int]:
     return KS, KP // KS
 
 
-def prepare_shared(dtype: str, chunk: int, KP: int) -> int:
+def prepare_shared(dtype: str, chunk: int) -> int:
     """Bytes of PrepareShape in prepare.cu."""
-    KS, NS = _slices(dtype, KP)
-    tile, sums, square = chunk * (KS + 16) * BYTES[dtype], chunk * (KS + 16) * 4, chunk * (chunk + 4) * 4
-    operands = 0 if dtype != "float32" else 4 * 3 * 16 * 20 * 4
-    c = 2 * tile
-    M = c if NS == 1 else c + sums
-    scratch = c + sums if NS == 1 else M
-    return max(M + 2 * square, scratch + operands, c + sums) + 3 * chunk * 4
+    size, blocks = BYTES[dtype], chunk // 16
+    pitch, own = 64 + 16 // size, chunk * (32 + 16 // size) * size
+    rows = max(2 * (chunk - 16) + 8 * blocks * (blocks - 1), 2 * chunk)
+    square = chunk * (chunk + 8) * 4
+    squares = max((rows + 24 * blocks) * pitch * size, 2 * square)
+    columns = squares if dtype != "float32" else 2 * square
+    return max(columns + 4 * own, squares) + 2 * blocks * 64 * 4 + 3 * chunk * 4
 
 
 def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:

@@ -6,7 +6,9 @@
 //     U = A diag(beta) V              W = A diag(beta) (exp Gamma * K)
 //     Kg = exp(gC - Gamma) * K        Qg = scale exp Gamma * Q
 //
-// beta goes into the columns of A before A is rounded, so that U = round(A diag(beta)) V has V exact.
+// Channels come in slices of 64. For a slice each warp keeps one block of 16 rows in registers, two channels to a lane,
+// and writes from there every operand of intra.cuh, Kg, Qg, and into W's place exp Gamma * K; once A is known, each warp
+// multiplies columns of that and of V. beta goes into the columns of A before A is rounded, so V enters exact.
 #include "chunks.cuh"
 #include "gate.cuh"
 #include "intra.cuh"
@@ -15,25 +17,21 @@
 
 namespace vk {
 
-// Channels are taken in NS slices of KS; with one slice the tiles stay in shared memory until W, with more they are read
-// and gated again, so that K = 256 in float fits the 99 KB of sm_120.
-template <class T, int C, int KP> struct PrepareShape {
-    static constexpr int KS = is_16bit<T> && KP == 128 ? 128 : 64;
-    static constexpr int NS = KP / KS;
-    static_assert(KP % KS == 0, "KP is 64, 128 or 256");
-    static constexpr int ld = KS + 16, ldm = C + 4;
-    static constexpr int tile = C * ld * int(sizeof(T)), sums = C * ld * 4, square = C * ldm * 4;
-    static constexpr int operands = is_16bit<T> ? 0 : 4 * 3 * 16 * 20 * 4;
-    static constexpr int k = tile, c = 2 * tile;
-    static constexpr int M = NS == 1 ? c : c + sums;             // one slice: c is dead when M is written
-    static constexpr int A = M + square;
-    static constexpr int scratch = NS == 1 ? c + sums : M;       // operands are dead when M is written
-    static constexpr int rows = max(A + square, scratch + operands);
-    static constexpr int bytes = max(rows, c + sums) + 3 * C * 4;
-    static constexpr int blocks_per_sm = is_16bit<T> ? 3 : 2;
+template <class T, int C> struct PrepareShape {
+    static constexpr int blocks = C / 16, pairs = blocks * (blocks - 1) / 2;
+    static constexpr int ld = pitch<T>(64), ldm = C + 8, width = 32, ldx = pitch<T>(width);
+    // operands: q and k of all blocks but the first and one block per pair with a gate, q and k of all blocks without
+    static constexpr int rows = max(2 * (C - 16) + 16 * pairs, 2 * C), scratch = 24 * blocks;
+    static constexpr int operands = (rows + scratch) * ld * int(sizeof(T)), square = C * ldm * 4;
+    static constexpr int squares = max(operands, 2 * square);  // M and A follow where operands were
+    static constexpr int own = C * ldx * int(sizeof(T));       // columns of V or exp Gamma * K, per warp
+    // Float calls put them behind A diag(beta), which takes M's place.
+    static constexpr int x = is_16bit<T> ? squares : 2 * square;
+    static constexpr int totals = max(x + 4 * own, squares), vectors = totals + 2 * blocks * 64 * 4;
+    static constexpr int bytes = vectors + 3 * C * 4;
 };
 
-// acc[16-row block][...] += lower triangle of Ab times this warp's columns of X.
+// acc[16-row block][...] += lower triangle of Ab times columns of X.
 template <class T, int C, int Columns, int First = 0>
 VK_DEVICE void lower_product(float (&acc)[C / 16][Columns / 8][4], const T* Ab, const T* X, int ldx) {
     if constexpr (First < C / 16) {
@@ -45,34 +43,34 @@ VK_DEVICE void lower_product(float (&acc)[C / 16][Columns / 8][4], const T* Ab, 
 }
 
 // Tokens are rows of q, k [tokens,H,K], v [tokens,HV,V], g [tokens,HV,K], beta [tokens,HV]; g and beta in T or float.
-// Out: Aqk [tokens,HV,C] (0 above the diagonal), U [tokens,HV,V], W, Kg, Qg [tokens,HV,K], decay = exp gC [chunks,HV,K].
-// Out, each may be null: A [tokens,HV,C], Gamma [tokens,HV,K] in log2 units, qn, kn [tokens,H,K] after the norm,
-// beta_used [tokens,HV]; without a gate Kg, Qg, decay too.
-template <class T, int C, int KP, bool Gated>
-VK_KERNEL_BOUNDS(128, (PrepareShape<T, C, KP>::blocks_per_sm))
+// Out: Aqk [tokens,HV,C] (0 above the diagonal), U [tokens,HV,V], W [tokens,HV,K]. Out, each may be null: Kg, Qg
+// [tokens,HV,K], decay = exp gC [chunks,HV,K], A [tokens,HV,C], Gamma [tokens,HV,K] in log2 units, qn, kn [tokens,H,K]
+// after the norm, beta_used [tokens,HV].
+template <class T, int C, bool Gated>
+VK_KERNEL_BOUNDS(128, is_16bit<T> ? 3 : 1)
 void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, const void* beta, i32 beta_is_float,
              const float* A_log, const float* dt_bias, float lower_bound, i32 gate_kind, i32 beta_kind, i32 qk_norm,
              float scale, const Chunk* chunks, i32 H, i32 HV, i32 K, i32 V, T* Aqk, T* U, T* W, T* Kg, T* Qg,
              float* decay, T* A_out, float* Gamma, T* qn, T* kn, float* beta_used) {
     VK_DYN_SHARED(shared);
-    using S = PrepareShape<T, C, KP>;
-    constexpr int KS = S::KS, ld = S::ld, ldm = S::ldm, blocks = C / 16, pieces = KS / vec<T>;
+    using S = PrepareShape<T, C>;
+    constexpr int ld = S::ld, ldm = S::ldm, lda = pitch<T>(C), blocks = C / 16;
     T* const sq = reinterpret_cast<T*>(shared);
-    T* const sk = reinterpret_cast<T*>(shared + S::k);
-    float* const sc = reinterpret_cast<float*>(shared + S::c);
-    float* const sM = reinterpret_cast<float*>(shared + S::M);
-    float* const sA = reinterpret_cast<float*>(shared + S::A);
-    float* const sb = reinterpret_cast<float*>(shared + S::bytes - 3 * C * 4);  // beta, 1/|q|, 1/|k|
-    T* const sAb = reinterpret_cast<T*>(sM);
+    T* const sk = sq + (Gated ? C - 16 : C) * ld;
+    T* const scolumns = sk + (C - 16) * ld;
+    T* const scratch = sq + (S::rows + 24 * (warp() % blocks)) * ld;
+    float* const sM = reinterpret_cast<float*>(shared);
+    float* const sA = reinterpret_cast<float*>(shared + S::square);
     T* const sAqk = reinterpret_cast<T*>(sA);
-    float* const scratch = reinterpret_cast<float*>(shared + S::scratch) + warp() * 3 * 16 * 20;
+    T* const sAb = reinterpret_cast<T*>(sM);
+    T* const sx = reinterpret_cast<T*>(shared + S::x + warp() * S::own);
+    float* const totals = reinterpret_cast<float*>(shared + S::totals);  // [2][blocks][64]
+    float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|
 
     const int head = bidx() % HV, chunk_index = bidx() / HV, group = HV / H;
     const Chunk chunk = chunks[chunk_index];
     if (chunk.rows == 0) return;
     const int rows = chunk.rows;
-    // Row blocks cost more the lower they lie; a warp stays on one quarter of the SM, so blocks take them in turn.
-    const int a = (warp() + bidx()) % 4;
     const i64 strideQ = i64(H) * K, strideK = i64(HV) * K, strideV = i64(HV) * V, strideC = i64(HV) * C;
     const i64 rowQ = chunk.token * strideQ + i64(head / group) * K, rowK = chunk.token * strideK + i64(head) * K;
     const i64 rowV = chunk.token * strideV + i64(head) * V, rowC = chunk.token * strideC + i64(head) * C;
@@ -80,187 +78,204 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     const bool owner = head % group == 0;  // of what is shared by the group
     const Gate gate{g, A_log, dt_bias, lower_bound, gate_kind, g_is_float};
 
-    for (int r = tid(); r < C; r += nthreads()) {
+    auto load_columns = [&](const T* X, i64 row, i64 stride, int column, int columns) {
+        load_tile<T, C, S::width>(sx, S::ldx, X + row + column, stride, rows, columns - column, lane(), 32);
+        cp_async_commit();
+    };
+    if (is_16bit<T>) load_columns(v, rowV, strideV, S::width * warp(), V);  // long before they are needed
+
+    for (int r = tid(); r < C; r += 128) {
         const float b = r < rows ? write_strength(load_either<T>(beta, rowB + i64(r) * HV, beta_is_float), beta_kind) : 0.f;
-        sb[r] = b;
+        sbeta[r] = b;
         if (beta_used && r < rows) beta_used[rowB + i64(r) * HV] = b;
     }
     if (qk_norm)
         for (int r = warp(); r < rows; r += 4) {
             const float nq = inverse_norm(q + rowQ + r * strideQ, K), nk = inverse_norm(k + rowQ + r * strideQ, K);
-            if (lane() == 0) sb[C + r] = nq, sb[2 * C + r] = nk;
+            if (lane() == 0) sbeta[C + r] = nq, sbeta[2 * C + r] = nk;
         }
-
-    // Tiles of slice s; all threads, ends with a barrier.
-    auto load = [&](int s, bool first) {
-        load_tile<T, C, KS>(sq, ld, q + rowQ + s * KS, strideQ, first ? rows : 0, K - s * KS, tid(), 128);
-        load_tile<T, C, KS>(sk, ld, k + rowQ + s * KS, strideQ, rows, K - s * KS, tid(), 128);
-        cp_async_commit();
-        if constexpr (Gated) {
-            const float rate = gate_rate(gate, head);
-            for (int p = tid(); p < blocks * KS; p += 128) {
-                const int d = p % KS, first_row = p / KS * 16, channel = s * KS + d;
-                const float bias = dt_bias && channel < K ? dt_bias[i64(head) * K + channel] : 0.f;
-                float x[16], sum = 0.f;
-#pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    const int r = first_row + i;
-                    x[i] = r < rows && channel < K ? load_either<T>(g, rowK + r * strideK + channel, g_is_float) : 0.f;
-                }
-#pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    const int r = first_row + i;
-                    if (r < rows && channel < K) sum += log2_decay(gate, x[i], rate, bias);
-                    sc[r * ld + d] = sum;
-                }
-            }
-        }
-        cp_async_wait<0>();
-        sync();
-        if (qk_norm) {
-            for (int p = tid(); p < rows * pieces; p += 128) {
-                const int r = p / pieces, d = p % pieces * vec<T>, count = K - s * KS - d;
-                u128 x = ld128(sq + r * ld + d), y = ld128(sk + r * ld + d);
-                float qx[vec<T>], kx[vec<T>];
-#pragma unroll
-                for (int i = 0; i < vec<T>; ++i) {
-                    qx[i] = to_float(get<T>(x, i)) * sb[C + r];
-                    kx[i] = to_float(get<T>(y, i)) * sb[2 * C + r];
-                }
-                x = pack<T>(qx), y = pack<T>(kx);
-                st128(sq + r * ld + d, x);
-                st128(sk + r * ld + d, y);
-                if (first && owner && qn && count > 0) store_piece(qn + rowQ + r * strideQ + s * KS + d, x, count);
-                if (first && owner && kn && count > 0) store_piece(kn + rowQ + r * strideQ + s * KS + d, y, count);
-            }
-            sync();
-        }
-    };
-
-    // exp Gamma * K takes the place of q; first: Kg, Qg, Gamma and decay go out.
-    auto scale_rows = [&](int s, bool first) {
-        if (Gated && first)
-            for (int d = tid(); d < min(KS, K - s * KS); d += 128) {
-                float sum = 0.f;
-                for (int b = 0; b < blocks; ++b) sum += sc[(16 * b + 15) * ld + d];
-                decay[(i64(chunk_index) * HV + head) * K + s * KS + d] = exp2(sum);
-            }
-        for (int p = tid(); p < C * pieces; p += 128) {
-            const int r = p / pieces, d = p % pieces * vec<T>, block = r / 16;
-            const int count = r < rows ? K - s * KS - d : 0;
-            const u128 x = ld128(sq + r * ld + d), y = ld128(sk + r * ld + d);
-            float qx[vec<T>], kx[vec<T>], kw[vec<T>];
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) {
-                qx[i] = to_float(get<T>(x, i)) * scale;
-                kw[i] = kx[i] = to_float(get<T>(y, i));
-            }
-            if constexpr (Gated) {
-                float sum[vec<T>];
-#pragma unroll
-                for (int i = 0; i < vec<T>; i += 4) {
-                    float c[4], before[4] = {0.f, 0.f, 0.f, 0.f}, after[4] = {0.f, 0.f, 0.f, 0.f}, total[4];
-                    load4(c, sc + r * ld + d + i);
-#pragma unroll
-                    for (int b = 0; b < blocks; ++b) {
-                        load4(total, sc + (16 * b + 15) * ld + d + i);
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            if (b < block) before[j] += total[j];
-                            else after[j] += b == block ? total[j] - c[j] : total[j];
-                        }
-                    }
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        sum[i + j] = before[j] + c[j];
-                        const float fall = exp2(sum[i + j]);
-                        qx[i + j] *= fall;
-                        kw[i + j] *= fall;
-                        kx[i + j] *= exp2(after[j]);
-                    }
-                }
-                if (Gamma && first)
-#pragma unroll
-                    for (int i = 0; i < vec<T>; i += 4) {
-                        float four[4] = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
-                        if (count > i) store_piece(Gamma + rowK + r * strideK + s * KS + d + i, pack<float>(four), count - i);
-                    }
-            }
-            const i64 at = rowK + r * strideK + s * KS + d;
-            if (first && Qg && count > 0) store_piece(Qg + at, pack<T>(qx), count);
-            if (first && Kg && count > 0) store_piece(Kg + at, pack<T>(kx), count);
-            st128(sq + r * ld + d, pack<T>(kw));
-        }
-    };
+    sync();
 
     typename Intra<Gated, T, C>::type products;
     products.clear();
+    // One access for two channels needs every row to start at an even element.
+    const bool even = K % 2 == 0 && pair_aligned<T>(q) && pair_aligned<T>(k) && pair_aligned<T>(W) && pair_aligned<T>(Kg) &&
+                      pair_aligned<T>(Qg) && pair_aligned<T>(qn) && pair_aligned<T>(kn) && pair_aligned<T>(g);
+    const bool even_g = g_is_float ? K % 2 == 0 && pair_aligned<float>(g) : even;
+    const int block = warp(), first_row = 16 * block, alive = block < blocks ? min(16, rows - first_row) : 0;
+
 #pragma unroll 1
-    for (int s = 0; s < S::NS; ++s) {
-        load(s, true);
-        if (a < blocks) products.template add<KS>(a, sq, sk, ld, sc, ld, scratch);
+    for (int slice = 0; slice < K; slice += 64) {
+        const int channel = slice + 2 * lane(), count = K - channel;
+        const i64 atQ = rowQ + first_row * strideQ + channel, atK = rowK + first_row * strideK + channel;
+        float* const total = totals + slice / 64 % 2 * blocks * 64 + 2 * lane();  // of this lane's channels, [blocks] apart 64
+        RowBlock<T> x;
+        if (block < blocks) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                x.q[i] = load_pair<T>(q + atQ + i * strideQ, i < alive ? count : 0, even);
+                x.k[i] = load_pair<T>(k + atQ + i * strideQ, i < alive ? count : 0, even);
+            }
+            if constexpr (Gated) {
+                const float rate = gate_rate(gate, head);
+                float bias[2] = {0.f, 0.f};
+                if (dt_bias)
+                    for (int j = 0; j < min(count, 2); ++j) bias[j] = dt_bias[i64(head) * K + channel + j];
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const int n = i < alive ? count : 0;
+                    const pair32 y = g_is_float ? load_pair<float>(static_cast<const float*>(g) + atK + i * strideK, n, even_g)
+                                                : unpack<T>(load_pair<T>(static_cast<const T*>(g) + atK + i * strideK, n, even));
+                    x.fall[i][0] = n > 0 ? log2_decay(gate, y.x, rate, bias[0]) : 0.f;
+                    x.fall[i][1] = n > 1 ? log2_decay(gate, y.y, rate, bias[1]) : 0.f;
+                }
+                float sum[2] = {0.f, 0.f};
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        sum[j] += x.fall[i][j];
+                        x.fall[i][j] = Fall<T>::of(x.fall[i][j]);
+                    }
+                    if (Gamma && i < alive) store_pair<float>(Gamma + atK + i * strideK, pair32{sum[0], sum[1]}, count, false);
+                }
+                total[64 * block] = sum[0];
+                total[64 * block + 1] = sum[1];
+            }
+            if (qk_norm) {
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const int r = first_row + i;
+                    if (i >= alive) continue;
+                    const pair32 y = unpack<T>(x.q[i]), z = unpack<T>(x.k[i]);
+                    x.q[i] = round_pair<T>(y.x * sbeta[C + r], y.y * sbeta[C + r]);
+                    x.k[i] = round_pair<T>(z.x * sbeta[2 * C + r], z.y * sbeta[2 * C + r]);
+                    if (owner && qn) store_pair<T>(qn + atQ + i * strideQ, x.q[i], count, even);
+                    if (owner && kn) store_pair<T>(kn + atQ + i * strideQ, x.k[i], count, even);
+                }
+            }
+        }
+        sync();  // totals are known; operands of the slice before have been read
+        if (block < blocks) {
+            if constexpr (Gated) {
+                products.add_inside(x, scratch, ld);
+                float before[2] = {0.f, 0.f}, after[2] = {0.f, 0.f}, gap[blocks][2];  // gap[d]: blocks between this and d later
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                    for (int b = 0; b < blocks; ++b)
+                        if (b < block) before[j] += total[64 * b + j];
+#pragma unroll
+                    for (int d = 1; d < blocks; ++d) {
+                        gap[d][j] = exp2(after[j]);
+                        if (block + d < blocks) after[j] += total[64 * (block + d) + j];
+                    }
+                }
+                if (Gamma)
+#pragma unroll
+                    for (int i = 0; i < 16; ++i)
+                        if (i < alive)
+                            for (int j = 0; j < min(count, 2); ++j) Gamma[atK + i * strideK + j] += before[j];
+                if (decay && block == 0)
+                    for (int j = 0; j < min(count, 2); ++j)
+                        decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp2(total[j] + after[j]);
+                const float e0 = exp2(before[0]), e1 = exp2(before[1]);
+                Fall<T> f0, f1;
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
+                    const pair32 u = unpack<T>(x.q[i]), w = unpack<T>(x.k[i]);
+                    const float q0 = u.x * f0.value(), q1 = u.y * f1.value(), k0 = w.x * f0.value(), k1 = w.y * f1.value();
+                    if (block > 0) {
+                        *reinterpret_cast<Pair<T>*>(sq + (first_row - 16 + i) * ld + 2 * lane()) = round_pair<T>(q0, q1);
+                        *reinterpret_cast<Pair<T>*>(sk + (first_row - 16 + i) * ld + 2 * lane()) = round_pair<T>(k0, k1);
+                    }
+                    if (i < alive) {
+                        store_pair<T>(Qg + atK + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), count, even);
+                        store_pair<T>(W + atK + i * strideK, round_pair<T>(k0 * e0, k1 * e1), count, even);
+                    }
+                }
+                const float t0 = exp2(after[0]), t1 = exp2(after[1]);
+                f0 = f1 = Fall<T>{};
+#pragma unroll
+                for (int i = 15; i >= 0; --i) {
+                    const pair32 w = unpack<T>(x.k[i]);
+                    const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
+#pragma unroll
+                    for (int d = 1; d < blocks; ++d) {
+                        if (block + d >= blocks) continue;
+                        const int pair = IntraProducts<T, C>::pair_of(block, d);
+                        *reinterpret_cast<Pair<T>*>(scolumns + (16 * pair + i) * ld + 2 * lane()) =
+                            round_pair<T>(k0 * gap[d][0], k1 * gap[d][1]);
+                    }
+                    if (i < alive) store_pair<T>(Kg + atK + i * strideK, round_pair<T>(k0 * t0, k1 * t1), count, even);
+                    f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const int r = first_row + i;
+                    *reinterpret_cast<Pair<T>*>(sq + r * ld + 2 * lane()) = x.q[i];
+                    *reinterpret_cast<Pair<T>*>(sk + r * ld + 2 * lane()) = x.k[i];
+                    if (i >= alive) continue;
+                    store_pair<T>(W + atK + i * strideK, x.k[i], count, even);
+                    if (Kg) store_pair<T>(Kg + atK + i * strideK, x.k[i], count, even);
+                    const pair32 u = unpack<T>(x.q[i]);
+                    if (Qg) store_pair<T>(Qg + atK + i * strideK, round_pair<T>(scale * u.x, scale * u.y), count, even);
+                }
+            }
+        }
         sync();
-        scale_rows(s, true);
-        sync();
+        if constexpr (Gated) products.add_below(sq, sk, scolumns, ld);
+        else products.add(sq, sk, ld);
     }
+    sync();
 
     // M = diag(beta) L, and Aqk on its way out
-    for (int p = tid(); p < C * C; p += 128) sAqk[p / C * pitch<T>(C) + p % C] = from_float<T>(0.f);
-    for (int p = tid(); p < C * C; p += 128) sM[p / C * ldm + p % C] = 0.f;
+    for (int p = tid(); p < C * lda / vec<T>; p += 128) st128(sAqk + p * vec<T>, u128{{0, 0, 0, 0}});
     sync();
-    if (a < blocks)
-        products.store(
-            a, [&](int i, int j, float x) { sAqk[i * pitch<T>(C) + j] = from_float<T>(scale * x); },
-            [&](int i, int j, float x) { sM[i * ldm + j] = sb[i] * x; });
+    products.store([&](int i, int j, float x) { sAqk[i * lda + j] = from_float<T>(scale * x); },
+                   [&](int i, int j, float x) { sM[i * ldm + j] = sbeta[i] * x; });
     sync();
-    store_tile<T, C, C>(Aqk + rowC, strideC, sAqk, pitch<T>(C), rows, C, tid(), 128);
+    store_tile<T, C, C>(Aqk + rowC, strideC, sAqk, lda, rows, C, tid(), 128);
     sync();
-    invert<C>(sA, sM, ldm);
+    invert<T, C>(sA, sM, ldm);
     sync();
-    for (int p = tid(); p < C * C; p += 128) {
-        const int i = p / C, j = p % C;
-        const float x = j <= i ? sA[i * ldm + j] : 0.f;
-        sAb[i * pitch<T>(C) + j] = from_float<T>(x * sb[j]);
-        if (A_out && i < rows) A_out[rowC + i * strideC + j] = from_float<T>(x);
+    for (int p = tid(); p < C * C / vec<T>; p += 128) {
+        const int i = p * vec<T> / C, j = p * vec<T> % C;
+        float a[vec<T>], ab[vec<T>];
+#pragma unroll
+        for (int e = 0; e < vec<T>; ++e) {
+            a[e] = j + e <= i ? sA[i * ldm + j + e] : 0.f;
+            ab[e] = a[e] * sbeta[j + e];
+        }
+        st128(sAb + i * lda + j, pack<T>(ab));
+        if (A_out && i < rows) store_piece(A_out + rowC + i * strideC + j, pack<T>(a), vec<T>);
     }
     sync();
 
     // Each warp has its own columns from here on.
-    constexpr int width = KS / 4;
-    const int column = width * warp();
-    T* const x = sq + column;
-#pragma unroll 1
-    for (int s = 0; s < S::NS; ++s) {
-        if (S::NS > 1) {
-            sync();
-            load(s, false);
-            scale_rows(s, false);
-            sync();
-        }
-        float acc[blocks][width / 8][4];
-        clear(acc);
-        lower_product<T, C, width>(acc, sAb, x, ld);
-        syncwarp();
-        store_acc<T>(x, ld, acc);
-        syncwarp();
-        const int channel = s * KS + column;
-        store_tile<T, C, width>(W + rowK + channel, strideK, x, ld, rows, K - channel, lane(), 32);
-        syncwarp();
-    }
-#pragma unroll 1
-    for (int channel = column; channel < V; channel += KS) {
-        load_tile<T, C, width>(x, ld, v + rowV + channel, strideV, rows, V - channel, lane(), 32);
-        cp_async_commit();
+    auto multiply = [&](T* Y, i64 row, i64 stride, int column, int columns) {
         cp_async_wait<0>();
         syncwarp();
-        float acc[blocks][width / 8][4];
+        float acc[blocks][S::width / 8][4];
         clear(acc);
-        lower_product<T, C, width>(acc, sAb, x, ld);
+        lower_product<T, C, S::width>(acc, sAb, sx, S::ldx);
         syncwarp();
-        store_acc<T>(x, ld, acc);
+        store_acc<T>(sx, S::ldx, acc);
         syncwarp();
-        store_tile<T, C, width>(U + rowV + channel, strideV, x, ld, rows, V - channel, lane(), 32);
+        store_tile<T, C, S::width>(Y + row + column, stride, sx, S::ldx, rows, columns - column, lane(), 32);
         syncwarp();
+    };
+#pragma unroll 1
+    for (int column = S::width * warp(); column < V; column += 4 * S::width) {
+        if (!is_16bit<T> || column >= 4 * S::width) load_columns(v, rowV, strideV, column, V);
+        multiply(U, rowV, strideV, column, V);
+    }
+#pragma unroll 1
+    for (int column = S::width * warp(); column < K; column += 4 * S::width) {
+        load_columns(W, rowK, strideK, column, K);
+        multiply(W, rowK, strideK, column, K);
     }
 }
 

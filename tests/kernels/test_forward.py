@@ -277,24 +277,28 @@ def test_refusals() -> None:
         forward(HOST, call, never, shared_limit=1024)
 
 
-# Faults planted in the sources, and which test must see them.
-FAULTS = {
-    "anchor of a later row": ("intra.cuh", "(half, c + (row + 7) * ldc", "(half, c + (row + 9) * ldc"),
-    "whole blocks between are forgotten": ("intra.cuh", "between[i] += total[i]", "between[i] += 0.f"),
-    "inverse without its last sum": ("inverse.cuh", "for (int c = w; c < a; ++c)", "for (int c = w; c < a - 1; ++c)"),
-    "an exponent above zero": ("intra.cuh", "exp2(ci[i] - ca[i])", "exp2(ca[i] - ci[i])"),
-    "decay of the state left out": ("state.cu", "x *= fall[row];", "x *= 1.f;"),
-    "a block without its last row": ("prepare.cu", "(total, sc + (16 * b + 15)", "(total, sc + (16 * b + 14)"),
-}  # fmt: skip
+# Faults planted in the sources (file, right, wrong): seen by the floor or, where values stay right, by the prefix.
+FAULTS: dict[str, list[tuple[str, str, str]]] = {
+    "a block between is forgotten": [("prepare.cu", "gap[d][j] = exp2(after[j])", "gap[d][j] = 1.f")],
+    "inverse without its last sum": [("inverse.cuh", "for (int e = 0; e < d; ++e)", "for (int e = 0; e < 1; ++e)")],
+    "decay of the state left out": [("state.cu", "x *= fall[row];", "x *= 1.f;")],
+    "total of another channel": [("prepare.cu", "total[64 * block] = sum[0];", "total[64 * block] = sum[1];")],
+    "anchor at a later row": [
+        ("intra.cuh", "ld, q[i], x.value(), y.value())", "ld, q[i], x.value() / fall[15][0], y.value())"),
+        ("intra.cuh", "(row + 8) * ld, k[i], x.value(),", "(row + 8) * ld, k[i], x.value() / fall[15][0],"),
+        ("intra.cuh", "(row + 16) * ld, k[i], x.value(),", "(row + 16) * ld, k[i], x.value() * fall[15][0],"),
+    ],
+}
 
 
-def planted(folder: Path, file: str, right: str, wrong: str) -> Backend:
-    """The kernels with one fault, as a backend that knows which of its files holds which kernel."""
+def planted(folder: Path, faults: list[tuple[str, str, str]]) -> Backend:
+    """The kernels with faults, as a backend that knows which of its files holds which kernel."""
     for path in (*sources.ROOT.glob("*.cuh"), *sources.kernel_files()):
         shutil.copy(path, folder)
-    text = (folder / file).read_text()
-    assert text.count(right) >= 1, f"{file} no longer has {right!r}"
-    (folder / file).write_text(text.replace(right, wrong))
+    for file, right, wrong in faults:
+        text = (folder / file).read_text()
+        assert right in text, f"{file} no longer has {right!r}"
+        (folder / file).write_text(text.replace(right, wrong))
 
     class Planted:
         name = "host"
@@ -308,17 +312,17 @@ def planted(folder: Path, file: str, right: str, wrong: str) -> Backend:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
-    backend = planted(tmp_path, *FAULTS[fault])
-    call = make_call(
-        Case(lengths=(100,), K=64, V=24, dtype="bfloat16", h0="random", key_regime="collinear", seed=5), backward=False
-    )
+    backend = planted(tmp_path, FAULTS[fault])
+    knobs: dict[str, Any] = {"lengths": (100,), "K": 64, "V": 24, "dtype": "bfloat16", "h0": "random", "seed": 5}
+    call = make_call(Case(key_regime="collinear", gate_magnitude=0.05, **knobs), backward=False)
     out = run_forward(backend, call)
-    if fault == "anchor of a later row":  # right for every gate, except that row 8 sees row 9
-        p = call.problem
-        assert p.g is not None
-        cut = {name: getattr(p, name)[:, :9] for name in ("q", "k", "v", "g", "beta")}
-        shorter = run_forward(backend, replace(call, problem=replace(p, **cut)))
-        assert shorter["o"].tobytes() != out["o"][:, :9].tobytes()
+    if fault != "anchor at a later row":
+        ratios = judged(call, out)
+        assert any(ratio is not None and ratio > LIMIT for ratio in ratios.values()), ratios
         return
-    ratios = judged(call, out)
-    assert any(ratio is not None and ratio > LIMIT for ratio in ratios.values()), ratios
+    assert_floor(call, out)
+    p = call.problem
+    assert p.g is not None
+    cut = {name: getattr(p, name)[:, :13] for name in ("q", "k", "v", "g", "beta")}
+    shorter = run_forward(backend, replace(call, problem=replace(p, **cut)))
+    assert shorter["o"].tobytes() != out["o"][:, :13].tobytes()
