@@ -390,3 +390,33 @@ def test_output_noise() -> None:
     np.testing.assert_allclose(output_noise(x, "float16"), np.array([0, 1, 1, 16]) * 2.0**-20 / 12)
     np.testing.assert_allclose(output_noise(x, "bfloat16"), np.array([0, 1, 1, 16]) * 2.0**-14 / 12)
     np.testing.assert_allclose(output_noise(x, "float32"), x**2 * 2.0**-48)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_false_alarm_on_drawn_cases(dtype: str) -> None:
+    """A handful of what `python -m verikda.false_alarm` does by the ten thousand."""
+    from verikda import false_alarm
+    from verikda.call import Capabilities
+    from verikda.knobs import Limits, Space
+
+    space = Space(Capabilities(), Limits(max_tokens=70, max_channels=17, max_state=1024), {"dtype": dtype})
+    rng, tally = np.random.default_rng(0), false_alarm.Tally()
+    for _ in range(12):
+        false_alarm.judge_healthy(false_alarm.draw_case(rng, space), tally)
+    assert not tally.failures
+    assert tally.verdicts["pass"] >= 9
+    assert 0.3 < max(ratio for ratio, _ in tally.worst.values()) < LIMIT
+
+
+def test_the_evidence_would_show_an_alarm() -> None:
+    """Under a limit of a tenth the same healthy cases fail, and are listed with their case."""
+    from verikda import false_alarm
+    from verikda.case import Case
+
+    tally = false_alarm.Tally()
+    false_alarm.judge_healthy(Case(lengths=(20,), K=8, V=8, dtype="bfloat16"), tally, limit=0.1)
+    assert tally.verdicts == {"fail": 1}
+    text, contract, output, message = tally.failures[0]
+    assert Case.from_json(text).lengths == (20,)
+    assert contract == "storage-bfloat16-c64"
+    assert message.startswith(f"{output}[")
