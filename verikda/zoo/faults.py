@@ -21,7 +21,7 @@ class FaultInfo:
     what : what the implementation does wrong.
     modelled_on : public reports of the kind.
     regime : calls that show it.
-    kills : names of the checks that see it, each on some call of the regime; empty where no check makes such calls.
+    kills : names of the checks that see it, each on some call of the regime.
     """
 
     place: str
