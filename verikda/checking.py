@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +12,10 @@ from verikda.checks import CHECKS, Check, named
 from verikda.environment import environment
 from verikda.finding import Finding, load_case, message
 from verikda.inputs import make_call
+from verikda.parallel import Line, search_all
 from verikda.profiles import PROFILES, Profile
 from verikda.record import Record, case_line
-from verikda.run_case import run_case
+from verikda.run_case import CaseReport, run_case
 from verikda.search import Search, Settings, Summary
 from verikda.targets import available, resolve
 from verikda.targets.base import Target
@@ -58,6 +59,8 @@ def check_command(
     json_path: Path | None,
     findings: Path,
     worst: Path | None,
+    jobs: int = 1,
+    summary_path: Path | None = None,
 ) -> int:
     """Search one target, print tables, write findings; the exit status."""
     out = show.console()
@@ -73,40 +76,53 @@ def check_command(
         checks=choose_checks(check_names),
     )
     record = Record(json_path)
-    record.write(
-        {
-            "kind": "run",
-            "target": target.name,
-            "profile": profile,
-            "settings": {
-                "checks": [c.name for c in settings.checks],
-                **{k: getattr(settings, k) for k in ("cases", "stratified", "turns", "seconds", "limit", "seed")},
-            },
-            "environment": environment(),
-        }
-    )  # fmt: skip
+    opening: dict[str, object] = {
+        "kind": "run",
+        "target": target.name,
+        "profile": profile,
+        "settings": {
+            "checks": [c.name for c in settings.checks],
+            "jobs": jobs,
+            **{k: getattr(settings, k) for k in ("cases", "stratified", "turns", "seconds", "limit", "seed")},
+        },
+        "environment": environment(),
+    }
+    record.write(opening)
     out.print(f"checking {target.name}: up to {settings.cases} cases, limit {settings.limit:g}", markup=False)
+    started = time.perf_counter()
 
     with show.progress(out, settings.cases, target.name) as step:
 
-        def on_report(report: object) -> None:
-            from verikda.run_case import CaseReport
-
-            assert isinstance(report, CaseReport)
+        def on_report(report: CaseReport) -> None:
             record.write(case_line(report))
             corpus.offer(target.name, report)
             step(report.verdict)
 
+        def on_part(part: Summary, lines: list[Line]) -> None:
+            for line in lines:
+                record.write(line)
+                step(str(line["verdict"]))
+
         def on_finding(finding: Finding) -> None:
             path = finding.write(findings)
             record.write({"kind": "finding", "file": str(path), "check": finding.check, "case": finding.case.to_dict()})
-            out.print(message(finding.target, finding.failures, finding.case, f"verikda replay {path}",
-                              minimal=finding.minimal), markup=False)  # fmt: skip
+            replay = f"verikda replay {path}"
+            text = message(finding.target, finding.failures, finding.case, replay, minimal=finding.minimal)
+            out.print(text, markup=False)
 
-        search = Search(target, settings, first=corpus.cases(), on_report=on_report, on_finding=on_finding)
-        summary = search.run()
-    record.write({"kind": "end", **end_line(summary)})
+        first = tuple(corpus.cases())
+        if jobs == 1:
+            summary = Search(target, settings, first=first, on_report=on_report, on_finding=on_finding).run()
+        else:
+            summary = search_all(target_name, contract, settings, jobs, first, on_part, on_finding)
+            summary.seconds = time.perf_counter() - started
+    closing = {"kind": "end", **end_line(summary)}
+    record.write(closing)
     record.close()
+    if summary_path is not None:
+        short = Record(summary_path)
+        short.write({**opening, **closing, "kind": "summary"})
+        short.close()
     return report_summary(out, summary, settings.limit)
 
 
@@ -191,6 +207,3 @@ def targets_command() -> int:
     rows.add_row("module:function", "yes", "any function with chunk_kda's public signature on torch tensors")
     out.print(rows)
     return PASS
-
-
-__all__ = ["check_command", "replace", "replay_command", "targets_command"]

@@ -73,6 +73,12 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help=f"Folder of worst cases, tried first; {DEFAULT_WORST} if it exists.",
 )
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that share the cases."
+)
+@click.option(
+    "--summary", "summary_path", type=click.Path(path_type=Path), help="Append one line with the outcome to this file."
+)
 @clear_errors
 def check(
     target: str,
@@ -85,6 +91,8 @@ def check(
     json_path: Path | None,
     findings: Path,
     worst: Path | None,
+    jobs: int,
+    summary_path: Path | None,
 ) -> int:
     """Search TARGET for failures: `verikda`, `emulator`, `transformers`, or `module:function`.
 
@@ -103,6 +111,8 @@ def check(
         contract=contract,
         json_path=json_path,
         findings=findings,
+        jobs=jobs,
+        summary_path=summary_path,
         worst=worst if worst is not None else (DEFAULT_WORST if DEFAULT_WORST.is_dir() else None),
     )
 

@@ -33,6 +33,7 @@ class Settings:
     seconds : wall-clock limit, None for none; shrinking may run past it by `shrink_seconds` per finding.
     limit : largest ratio that passes.
     shrink_attempts, shrink_seconds : budget of shrinking one finding.
+    part : (i, n) runs the i-th of n shares: every n-th case of the fixed start and an n-th of the budget.
     seed : of Hypothesis; the same seed and versions give the same cases.
     """
 
@@ -44,6 +45,7 @@ class Settings:
     seed: int = 0
     checks: tuple[Check, ...] = CHECKS
     shrink_attempts: int = 250
+    part: tuple[int, int] = (0, 1)
     shrink_seconds: float = 60.0
 
 
@@ -85,6 +87,25 @@ class Summary:
     def failing_outputs(self) -> set[str]:
         """Outputs named by a finding of a check of value."""
         return {f.output for finding in self.findings for f in finding.failures}
+
+    def merge(self, other: Summary) -> None:
+        """Add the counts and worst ratios of another part of the same search; findings are left to the caller."""
+        self.target = other.target
+        for name, count in other.checks.items():
+            self.checks.setdefault(name, Counter()).update(count)
+        for own, more in (
+            (self.judged, other.judged),
+            (self.verdicts, other.verdicts),
+            (self.refusals, other.refusals),
+            (self.doubts, other.doubts),
+            (self.ran, other.ran),
+        ):
+            own.update(more)
+        for output, (ratio, case) in other.worst.items():
+            if output not in self.worst or ratio > self.worst[output][0]:
+                self.worst[output] = (ratio, case)
+        self.failed_cases += other.failed_cases
+        self.calls += other.calls
 
     def add(self, report: CaseReport) -> None:
         """Count one case."""
@@ -145,7 +166,8 @@ class Search:
             for case in self.first:
                 if self._left() and permits(capabilities, case) is None:
                     self._try(case, everything=True)
-            for case in stratified(capabilities, min(self.settings.stratified, self._left())):
+            part, parts = self.settings.part
+            for case in stratified(capabilities, min(self.settings.stratified, self.settings.cases))[part::parts]:
                 if self._left():
                     self._try(case)
             if self._left():
@@ -157,7 +179,9 @@ class Search:
 
     def _left(self) -> int:
         over = self.settings.seconds is not None and time.perf_counter() - self._started > self.settings.seconds
-        return 0 if over else max(0, self.settings.cases - self._count)
+        part, parts = self.settings.part
+        share = len(range(part, self.settings.cases, parts))
+        return 0 if over else max(0, share - self._count)
 
     def _generate(self, count: int) -> None:
         import math
@@ -166,7 +190,7 @@ class Search:
         from hypothesis import HealthCheck, Phase, given, target
         from hypothesis import settings as hypothesis_settings
 
-        @hypothesis.seed(self.settings.seed)
+        @hypothesis.seed(self.settings.seed * self.settings.part[1] + self.settings.part[0])
         @hypothesis_settings(
             max_examples=count,
             phases=[Phase.generate, Phase.target],

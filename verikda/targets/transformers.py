@@ -48,12 +48,16 @@ def torch_path(name: str, target: str = "transformers") -> Callable[..., Any]:
 def chunked() -> TorchFunction:
     """`chunk_kimi_delta_attention`: chunked, any chunk size. Differences of cumulative gates make g = -inf NaN."""
     function = torch_path("chunk_kimi_delta_attention")
-    capabilities = replace(read(function, "transformers").capabilities(), grouped=False, hard_reset=False, shape_invariant=False)
+    capabilities = replace(
+        read(function, "transformers").capabilities(), grouped=False, hard_reset=False, shape_invariant=False
+    )
     return TorchFunction(function, "transformers", capabilities=capabilities, contract="float32")
 
 
 def recurrent() -> TorchFunction:
     """`recurrent_kimi_delta_attention`: token by token."""
     function = torch_path("recurrent_kimi_delta_attention", "transformers:recurrent")
-    capabilities = replace(read(function, "transformers:recurrent").capabilities(), grouped=False, shape_invariant=False)
+    capabilities = replace(
+        read(function, "transformers:recurrent").capabilities(), grouped=False, shape_invariant=False
+    )
     return TorchFunction(function, "transformers:recurrent", capabilities=capabilities, contract="recurrent32")
