@@ -200,10 +200,10 @@ def chunk_state(
     """
     plain = not call.gated
     Kg, Qg = (out.get("kn") or call.k, out.get("qn") or call.q) if plain else (out["Kg"], out["Qg"])
-    BV, R = state_tiles(call, shared_limit, processors)
+    BV, R, warps = state_tiles(call, shared_limit, processors)
     backend.launch(
-        f"chunk_state<{TYPES[call.dtype]},{call.chunk},{call.KP},{BV},{R},{str(call.gated).lower()}>",
-        (call.N * call.HV * -(-call.V // BV), 1, 1), 128,
+        f"chunk_state<{TYPES[call.dtype]},{call.chunk},{call.KP},{BV},{R},{warps},{str(call.gated).lower()}>",
+        (call.N * call.HV * -(-call.V // BV), 1, 1), 32 * warps,
         state_shared(call.dtype, call.chunk, call.KP, BV, R),
         [_p(out["W"]), _p(out["U"]), _p(Kg), _p(Qg), _p(out["Aqk"]), _p(out.get("decay", 0)), _p(call.h0),
          _p(table.chunks), _p(table.first_chunk), _i(call.H if plain else call.HV), _i(call.HV), _i(call.K), _i(call.V),
@@ -309,18 +309,18 @@ def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:
     return BYTES[dtype] * elements + R * KS * 4
 
 
-def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int, int]:
-    """Columns of V per block, and buffers of the ring.
+def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int, int, int]:
+    """Columns of V per block, buffers of the ring, and warps.
 
     Wide slices read W, Kg and Qg fewer times; narrow ones fill the device when there are few heads.
     """
     widths = [BV for BV in (64, 32, 16) if BV * call.chunk >= 512 and not (BV == 64 and call.KP == 256)]
 
     def fills(BV: int) -> bool:
-        return BV // 2 < call.V and processors <= call.N * call.HV * -(-call.V // BV)
+        return BV // 2 < call.V and processors <= 2 * call.N * call.HV * -(-call.V // BV)
 
     BV = next(filter(fills, widths), widths[-1])
     for R in (3, 2, 1):
         if state_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
-            return BV, R
+            return BV, R, min(8, BV * call.chunk // 128)
     raise ValueError(f"chunk {call.chunk} with K={call.K} needs more than {shared_limit} bytes of shared memory")

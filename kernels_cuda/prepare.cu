@@ -82,7 +82,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         load_tile<T, C, S::width>(sx, S::ldx, X + row + column, stride, rows, columns - column, lane(), 32);
         cp_async_commit();
     };
-    if (is_16bit<T>) load_columns(v, rowV, strideV, S::width * warp(), V);  // long before they are needed
+    if (is_16bit<T> && S::width * warp() < V) load_columns(v, rowV, strideV, S::width * warp(), V);  // long before they are needed
 
     for (int r = tid(); r < C; r += 128) {
         const float b = r < rows ? write_strength(load_either<T>(beta, rowB + i64(r) * HV, beta_is_float), beta_kind) : 0.f;

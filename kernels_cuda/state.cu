@@ -14,7 +14,7 @@ namespace vk {
 template <class T, int C, int KP, int BV, int R> struct StateShape {
     static constexpr int KS = is_16bit<T> && KP == 128 ? 128 : 64;
     static constexpr int NS = KP / KS;
-    static_assert(KP % KS == 0 && C <= KS && BV * C >= 512, "warp tiles are whole fragments");
+    static_assert(KP % KS == 0 && C <= KS, "a slice of channels holds a chunk");
     static constexpr int ld = pitch<T>(KS), lda = pitch<T>(C), ldv = pitch<T>(BV);
     static constexpr int tile = C * ld, buffer = 2 * tile, slice = C * ldv, copy = KP * ldv;
     static constexpr int bytes = int(sizeof(T)) * (R * buffer + 4 * slice + copy) + R * KS * 4;
@@ -24,16 +24,18 @@ template <class T, int C, int KP, int BV, int R> struct StateShape {
 // head i / (HV / Hk) and O takes q_scale Qg S: without a gate and a norm they are k and q themselves. first_chunk [N+1].
 // h0, ht [N,HV,K,V], or [N,HV,V,K] with v_first. Out, each may be null: o, Vnew [tokens,HV,V], S [chunks,HV,K,V], ht.
 // Without o, Qg and Aqk are not read.
-template <class T, int C, int KP, int BV, int R, bool Gated>
-VK_KERNEL_BOUNDS(128, 1)
+template <class T, int C, int KP, int BV, int R, int Warps, bool Gated>
+VK_KERNEL_BOUNDS(32 * Warps, 1)
 void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk, const float* decay, const float* h0,
                  const Chunk* chunks, const i32* first_chunk, i32 Hk, i32 HV, i32 K, i32 V, float q_scale, i32 v_first,
                  T* o, T* Vnew, T* S_out, float* ht) {
     VK_DYN_SHARED(shared);
     using L = StateShape<T, C, KP, BV, R>;
     constexpr int KS = L::KS, NS = L::NS, ld = L::ld, ldv = L::ldv, lda = L::lda, stages = 2 * NS;
-    constexpr int width = BV * C / 64;            // columns of one warp in a C x BV product
-    constexpr int MT = KS / 64, NT_ = BV / 8;     // this warp's fragments of one slice of S: KS/4 rows, all columns
+    constexpr int threads = 32 * Warps;
+    constexpr int width = BV * C / 16 / Warps;              // columns of one warp in a C x BV product, 16 rows
+    constexpr int MT = KS / 64, NT_ = BV / 2 / Warps;       // its fragments of a KS x BV slice of S: KS/4 rows
+    static_assert(width % 8 == 0 && NT_ > 0, "warp tiles are whole fragments");
     T* const ring = reinterpret_cast<T*>(shared);
     T* const sU = ring + R * L::buffer;           // two buffers: this chunk's and the next one's
     T* const sV = sU + 2 * L::slice;
@@ -48,7 +50,7 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
     const i64 offsetK = i64(head) * K, offsetV = i64(head) * V + v0, offsetC = i64(head) * C;
     const i64 offsetQ = i64(head / (HV / Hk)) * K;
     const int r0 = 16 * (warp() % (C / 16)), c0 = width * (warp() / (C / 16));  // this warp's part of a C x BV product
-    const int s0 = KS / 4 * warp();                                            // and of a KS x BV slice of S
+    const int s0 = KS / 4 * (warp() % 4), e0 = 8 * NT_ * (warp() / 4);         // and of a KS x BV slice of S
 
     auto load = [&](int n) {  // stage n of the scan; past the end an empty group, so that counts stay equal
         const int step = n / stages, stage = n % stages;
@@ -57,20 +59,20 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
             T* const to = ring + n % R * L::buffer;
             const int s = stage % NS, channels = K - s * KS;
             if (stage < NS) {
-                load_tile<T, C, KS>(to, ld, W + c.token * strideK + offsetK + s * KS, strideK, c.rows, channels, tid(), 128);
+                load_tile<T, C, KS>(to, ld, W + c.token * strideK + offsetK + s * KS, strideK, c.rows, channels, tid(), threads);
                 if (o)
                     load_tile<T, C, KS>(to + L::tile, ld, Qg + c.token * strideQ + offsetQ + s * KS, strideQ, c.rows,
-                                        channels, tid(), 128);
+                                        channels, tid(), threads);
                 if (s == NS - 1)
                     load_tile<T, C, BV>(sU + step % 2 * L::slice, ldv, U + c.token * strideV + offsetV, strideV, c.rows,
-                                        columns, tid(), 128);
+                                        columns, tid(), threads);
             } else {
-                load_tile<T, C, KS>(to, ld, Kg + c.token * strideQ + offsetQ + s * KS, strideQ, c.rows, channels, tid(), 128);
+                load_tile<T, C, KS>(to, ld, Kg + c.token * strideQ + offsetQ + s * KS, strideQ, c.rows, channels, tid(), threads);
                 if (o && s == 0)
-                    load_tile<T, C, C>(to + L::tile, lda, Aqk + c.token * strideC + offsetC, strideC, c.rows, C, tid(), 128);
+                    load_tile<T, C, C>(to + L::tile, lda, Aqk + c.token * strideC + offsetC, strideC, c.rows, C, tid(), threads);
                 if constexpr (Gated)
                     load_tile<float, 1, KS>(sdecay + n % R * KS, KS,
-                                            decay + (i64(first + step) * HV + head) * K + s * KS, 0, 1, channels, tid(), 128);
+                                            decay + (i64(first + step) * HV + head) * K + s * KS, 0, 1, channels, tid(), threads);
             }
         }
         cp_async_commit();
@@ -78,11 +80,11 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
 
     float S[NS][MT][NT_][4];
     auto element = [&](int s, int row, int column) {  // of h0 and ht
-        const i64 d = s * KS + s0 + row, e = v0 + column;
+        const i64 d = s * KS + s0 + row, e = v0 + e0 + column;
         return (i64(sequence) * HV + head) * K * V + (v_first ? e * K + d : d * V + e);
     };
-    auto inside = [&](int s, int row, int column) { return s * KS + s0 + row < K && column < columns; };
-    auto copy_state = [&](int s) { store_acc<T>(sS + (s * KS + s0) * ldv, ldv, S[s]); };
+    auto inside = [&](int s, int row, int column) { return s * KS + s0 + row < K && e0 + column < columns; };
+    auto copy_state = [&](int s) { store_acc<T>(sS + (s * KS + s0) * ldv + e0, ldv, S[s]); };
 #pragma unroll
     for (int s = 0; s < NS; ++s) {
         for_each_acc(S[s], [&](int row, int column, float& x) {
@@ -128,7 +130,7 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
         }
         if (S_out) {
             T* const to = S_out + (i64(first + step) * HV + head) * K * V + v0;
-            store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, tid(), 128);
+            store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, tid(), threads);
         }
 #pragma unroll
         for (int s = 0; s < NS; ++s, ++n) {
@@ -136,7 +138,7 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
             const T* const tile = ring + n % R * L::buffer;
             if (s == 0) {
                 if (Vnew)
-                    store_tile<T, C, BV>(Vnew + c.token * strideV + offsetV, strideV, sV, ldv, c.rows, columns, tid(), 128);
+                    store_tile<T, C, BV>(Vnew + c.token * strideV + offsetV, strideV, sV, ldv, c.rows, columns, tid(), threads);
                 if (o) {
                     // + 0: a product with a negative scale must not leave a -0 whose sign later rows could change
                     for_each_acc(read_q, [&](int, int, float& x) { x = x * q_scale + 0.f; });
@@ -154,11 +156,11 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
                 for_each_acc(S[s], [&](int row, int, float& x) { x *= fall[row]; });
             }
             if constexpr (is_16bit<T>) {
-                warp_mma<T, KS / 4, BV, C, TN>(S[s], tile + s0, ld, sV, ldv);
+                warp_mma<T, KS / 4, 8 * NT_, C, TN>(S[s], tile + s0, ld, sV + e0, ldv);
             } else {  // added once, not term by term: a large state would round every small term
                 float gain[MT][NT_][4];
                 clear(gain);
-                warp_mma<T, KS / 4, BV, C, TN>(gain, tile + s0, ld, sV, ldv);
+                warp_mma<T, KS / 4, 8 * NT_, C, TN>(gain, tile + s0, ld, sV + e0, ldv);
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
 #pragma unroll
