@@ -66,6 +66,8 @@ def check_command(
     out = show.console()
     chosen = choose_profile(profile)
     target = resolve(target_name, contract=contract)
+    if findings.exists() and not findings.is_dir():
+        raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
     corpus = Corpus(worst)
     settings = Settings(
         cases=cases if cases is not None else chosen.cases,
@@ -75,7 +77,7 @@ def check_command(
         seed=seed,
         checks=choose_checks(check_names),
     )
-    record = Record(json_path)
+    record, short = Record(json_path), Record(summary_path)
     opening: dict[str, object] = {
         "kind": "run",
         "target": target.name,
@@ -119,10 +121,8 @@ def check_command(
     closing = {"kind": "end", **end_line(summary)}
     record.write(closing)
     record.close()
-    if summary_path is not None:
-        short = Record(summary_path)
-        short.write({**opening, **closing, "kind": "summary"})
-        short.close()
+    short.write({**opening, **closing, "kind": "summary"})
+    short.close()
     return report_summary(out, summary, settings.limit)
 
 

@@ -125,7 +125,7 @@ def load_case(path: Path) -> tuple[Case, str | None, str | None]:
         target, check = data.get("target"), data.get("check")
         if target is not None and not isinstance(target, str):
             raise ValueError(f"target is {target!r}; it must be a name in quotes")
-        if check is not None and check not in BY_NAME:
+        if check is not None and not (isinstance(check, str) and check in BY_NAME):
             raise ValueError(f"check is {check!r}; the checks are {', '.join(BY_NAME)}")
         return Case.from_dict(data["case"]), target, check
     except ValueError as error:

@@ -30,6 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--verikda-seed", type=int, default=0, metavar="N", help="seed of the search (0)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse numbers that no search can take, before anything runs."""
+    cases, seed = config.getoption("verikda_cases"), config.getoption("verikda_seed")
+    if cases is not None and cases < 1:
+        raise pytest.UsageError(f"--verikda-cases is {cases}; give at least 1, or leave it out for the profile's")
+    if not 0 <= seed < 2**32:
+        raise pytest.UsageError(f"--verikda-seed is {seed}; give a number from 0 to {2**32 - 1}")
+    if cases is not None and not config.getoption("verikda_target"):
+        raise pytest.UsageError(f"--verikda-cases is {cases}, but no target is named: give --verikda-target=NAME too")
+
+
 class CheckItem(pytest.Item):
     """One check on one target; all items of a run share one search."""
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from oracles.problem import GRADIENTS, OUTPUTS
 from verikda.case import Case, parse_json
 from verikda.record import plain
 from verikda.run_case import CaseReport
@@ -39,13 +41,15 @@ class Corpus:
     Raises
     ------
     ValueError
-        When a file in it is not a worst case; the sentence names the file.
+        When a file in it is not a worst case, or `folder` is a file; the sentence names the file.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.entries: list[Worst] = []
-        if folder is not None and folder.is_dir():
+        if folder is not None and folder.exists():
+            if not folder.is_dir():
+                raise ValueError(f"{folder} is a file; the corpus of worst cases is a folder: name one")
             for path in sorted(folder.glob("*.json")):
                 self.entries.append(_load(path))
 
@@ -94,9 +98,13 @@ def _load(path: Path) -> Worst:
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or set(data) != {"schema", "target", "output", "ratio", "case"}:
-            raise ValueError("the fields must be schema, target, output, ratio and case")
-        if data["schema"] != 1 or not isinstance(data["ratio"], (int, float)):
-            raise ValueError(f"schema {data['schema']!r} with ratio {data['ratio']!r} is not a worst case of schema 1")
-        return Worst(Case.from_dict(data["case"]), str(data["target"]), str(data["output"]), float(data["ratio"]))
+            seen = ", ".join(sorted(data)) if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"it holds {seen}; the fields must be schema, target, output, ratio and case")
+        schema, target, output, ratio = (data[name] for name in ("schema", "target", "output", "ratio"))
+        if schema != 1 or isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not math.isfinite(ratio):
+            raise ValueError(f"schema {schema!r} with ratio {ratio!r} is not a worst case of schema 1")
+        if not isinstance(target, str) or output not in (*OUTPUTS, *GRADIENTS):
+            raise ValueError(f"target {target!r} with output {output!r} is not a target and one of its outputs")
+        return Worst(Case.from_dict(data["case"]), target, output, float(ratio))
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {error}; move the file away or mend it") from None
