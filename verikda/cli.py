@@ -148,3 +148,18 @@ def doctor() -> int:
     from verikda.doctor import doctor_command
 
     return doctor_command()
+
+
+@main.command()
+@click.argument("targets", nargs=-1)
+@click.option("--shapes", default="quick", show_default=True, help="quick or full.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."
+)
+@click.option("--summary", type=click.Path(path_type=Path), help="Write the tables to this Markdown file.")
+@clear_errors
+def bench(targets: tuple[str, ...], shapes: str, json_path: Path | None, summary: Path | None) -> int:
+    """Time TARGETS (`verikda`, `fla`; both if left out) on a GPU, after checking each against float64."""
+    from verikda.bench import bench_command
+
+    return bench_command(targets, shapes, json_path, summary)

@@ -55,6 +55,12 @@ def _sources() -> str:
     return source_hash()
 
 
+def _proven() -> str:
+    from verikda.evidence import proven
+
+    return proven()
+
+
 PROBES: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("GPU", "run the kernels on a GPU", _gpu),
     ("CUDA compiler", "compile the kernels for a GPU", _device_compiler),
@@ -62,6 +68,7 @@ PROBES: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("torch", "check torch functions, chunk_kda on tensors", _torch),
     ("kernel cache", "compiled kernels are kept here", _cache),
     ("kernel sources", "hash that reports name", _sources),
+    ("GPU evidence", "what reports/h200 shows of these sources", _proven),
 )
 
 

@@ -1,0 +1,155 @@
+"""What only a GPU can show of verikda's kernels: `python -m verikda.evidence --json reports/h200/evidence.jsonl`.
+
+Each item runs in a process of its own under a time limit, so that a hang or a broken device ends one item, and appends
+one line with its numbers, the device and the hash of the kernel sources. `proven` reads those lines back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kernels_cuda.sources import source_hash
+from verikda.environment import environment
+
+FOLDER = Path(__file__).resolve().parents[1] / "reports" / "h200"
+ITEMS: dict[str, tuple[str, int]] = {
+    "long": ("T = 65536 against float64", 120),
+    "many": ("4096 sequences of 1 to 3 tokens, K = V = 256, against float64", 90),
+    "large": ("more than 2^31 elements, bit for bit as its samples alone", 90),
+    "repeat": ("50 repeats bit for bit, alone, on reused memory, and with another stream busy", 90),
+    "graph": ("CUDA graph replays bit for bit as eager, also after new inputs", 60),
+}
+"""Title and time limit in seconds of each item."""
+
+PROVEN = "proven on {device}"
+CHANGED = "kernels changed since the last GPU run: unproven"
+NEVER = "never run on a GPU"
+PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
+
+
+def proven(folder: Path = FOLDER) -> str:
+    """What the evidence under `folder` says of the kernel sources as they are now.
+
+    Parameters
+    ----------
+    folder : its *.json and *.jsonl files are read; lines that are no evidence are passed over.
+
+    Returns
+    -------
+    str
+        "proven on NVIDIA H200" where the last run of every item with these sources passed there; a sentence with the
+        items where some did not; "kernels changed since the last GPU run: unproven" where all evidence is of other
+        sources; "never run on a GPU" where there is none.
+    """
+    lines = sorted(_lines(folder), key=lambda line: str(line.get("time", "")))
+    if not lines:
+        return NEVER
+    # an item that could not run shows nothing of the kernels
+    mine = {line["item"]: line for line in lines if line.get("kernels") == source_hash()}
+    if not mine:
+        return CHANGED
+    short = [f"{item} {mine[item]['verdict'] if item in mine else 'missing'}" for item in ITEMS
+             if item not in mine or mine[item]["verdict"] != PASS]  # fmt: skip
+    if short:
+        return f"unproven: {', '.join(short)}"
+    return PROVEN.format(device=" and ".join(sorted({str(mine[item].get("device")) for item in ITEMS})))
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.jsonl")]):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(line, dict) and line.get("kind") == "evidence" and line.get("item") and line.get("verdict"):
+                found.append(line)
+    return found
+
+
+def run_item(item: str, command: Sequence[str] | None = None, limit: float | None = None) -> dict[str, Any]:
+    """Verdict, text and numbers of one item, run by `command` (this module with --item, if left out).
+
+    A process that ends without a result, or not within the limit, is a failure: kernels that hang or break the device
+    do exactly that.
+    """
+    seconds = limit if limit is not None else ITEMS[item][1]
+    command = command or [sys.executable, "-m", "verikda.evidence", "--item", item]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"verdict": FAIL, "says": f"did not end within {seconds:g} s", "numbers": {}}
+    for text in reversed(done.stdout.splitlines()):
+        if text.startswith("{"):
+            result: dict[str, Any] = json.loads(text)
+            return result
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return {"verdict": FAIL, "says": f"ended with status {done.returncode}: {last}", "numbers": {}}
+
+
+def alone(item: str) -> dict[str, Any]:
+    """Run one item in this process."""
+    from verikda import evidence_items
+    from verikda.bench import cuda_torch
+
+    torch = cuda_torch()
+    try:
+        passed, says, numbers = evidence_items.RUN[item](torch)
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        says = f"out of memory with {free / 1e9:.0f} of {total / 1e9:.0f} GB free: {str(error).splitlines()[0]}"
+        return {"verdict": NOT_RUN, "says": says, "numbers": {}}
+    except ImportError as error:
+        return {"verdict": NOT_RUN, "says": str(error), "numbers": {}}
+    return {"verdict": PASS if passed else FAIL, "says": says, "numbers": numbers}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the items; 0 where all passed, 1 where one failed, 2 where one could not run or there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m verikda.evidence", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="append every result to this JSON Lines file")
+    parser.add_argument("--items", default=",".join(ITEMS), help=f"comma-separated, of {', '.join(ITEMS)}")
+    parser.add_argument("--item", choices=ITEMS, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    items = [name.strip() for name in given.items.split(",") if name.strip()]
+    unknown = [name for name in items if name not in ITEMS]
+    if unknown or not items:
+        parser.error(f"--items has {unknown[0] if unknown else 'nothing'}; use some of {', '.join(ITEMS)}")
+
+    from verikda.bench import NoGpuError, cuda_torch
+    from verikda.record import Record, plain
+
+    if given.item:
+        print(json.dumps(plain(alone(given.item)), allow_nan=False), flush=True)
+        return 0
+    try:
+        device = str(cuda_torch().cuda.get_device_name())
+    except NoGpuError as error:
+        print(f"verikda: {error}", file=sys.stderr)
+        return 2
+    record = Record(given.json)
+    verdicts = []
+    for item in items:
+        result = run_item(item)
+        verdicts.append(result["verdict"])
+        mark = result["verdict"] if result["verdict"] == NOT_RUN else result["verdict"].upper()
+        print(f"{mark}{':' if mark == NOT_RUN else ' '} {ITEMS[item][0]}: {result['says']}", flush=True)
+        record.write(
+            {"kind": "evidence", "item": item, "title": ITEMS[item][0], **result, "device": device,
+             "kernels": source_hash(), "time": datetime.now(UTC).isoformat(timespec="seconds"),
+             "environment": environment()}
+        )  # fmt: skip
+    record.close()
+    return 1 if FAIL in verdicts else 2 if NOT_RUN in verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
