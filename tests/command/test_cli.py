@@ -1,0 +1,207 @@
+"""The command line as a user meets it: exit statuses, what is printed, what is written, and Ctrl-C.
+
+What could go wrong here: a failure reported as success, a record lost or cut off, a traceback in place of a
+sentence, escape codes in a pipe, a module of the current folder that is not found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from verikda.case import Case
+from verikda.cli import main
+from verikda.finding import load_case
+from verikda.zoo.faults import forget
+
+ROOT = Path(__file__).parents[2]
+CASE = Case(lengths=(5,), K=3, V=2)
+QUICK = ("--cases", "4", "--checks", "floor")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget()
+    monkeypatch.chdir(tmp_path)
+
+
+def verikda(*words: object) -> Result:
+    result = CliRunner().invoke(main, [str(w) for w in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def surroundings() -> dict[str, str]:
+    plain = {n: v for n, v in os.environ.items() if n not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
+    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def process(*words: object, module: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(["-m", "verikda"] if module else []), *(str(w) for w in words)]
+    return subprocess.run(command, capture_output=True, text=True, env=surroundings(), timeout=300, check=False)
+
+
+def strict(path: Path) -> list[dict[str, Any]]:
+    """Lines of a JSON Lines file; the last one must have its end."""
+    text = path.read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    refuse = {"parse_constant": lambda literal: pytest.fail(f"{literal} is no JSON")}
+    return [json.loads(line, **refuse) for line in text.splitlines()]
+
+
+def the_finding(folder: str = "verikda-findings") -> Path:
+    (path,) = Path(folder).glob("*.json")
+    return path
+
+
+def test_a_healthy_target_passes_and_every_output_has_its_verdict() -> None:
+    result = verikda("check", "zoo", "--cases", 4)
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.split()}
+    for output in ("o", "ht", "dq", "dk", "dv", "dg", "dbeta"):
+        assert rows[output][3] == "pass"
+        assert 0 < float(rows[output][2]) <= 4
+    assert rows["floor"][1:5] == ["4", "0", "0", "0"]
+    assert "pass  zoo:NONE: 4 cases" in result.stdout
+    assert not Path("verikda-findings").exists()
+
+
+def test_a_fault_is_found_written_and_replayed() -> None:
+    found = verikda("check", "zoo:DV_OFF", *QUICK)
+    assert found.exit_code == 1
+    path = the_finding()
+    for part in ("FAIL  zoo:DV_OFF", "floor / dv:", "expected", "0x", f"replay: verikda replay {path}"):
+        assert part in found.stdout
+    assert load_case(path)[1:] == ("zoo:DV_OFF", "floor")
+    again = verikda("replay", path)
+    assert again.exit_code == 1
+    assert "FAIL  zoo:DV_OFF" in again.stdout
+    healthy = verikda("replay", path, "zoo")
+    assert healthy.exit_code == 0, healthy.output
+    assert "pass  zoo:NONE" in healthy.stdout
+
+
+def test_a_bare_case_needs_a_target() -> None:
+    Path("case.json").write_text(CASE.to_json())
+    alone = verikda("replay", "case.json")
+    assert alone.exit_code == 2
+    assert alone.stderr == (
+        "verikda: case.json holds a bare case and names no target; say which: verikda replay case.json TARGET\n"
+    )
+    assert verikda("replay", "case.json", "zoo").exit_code == 0
+
+
+def test_a_case_that_cannot_tell_is_neither_pass_nor_fail() -> None:
+    zero = Case(lengths=(4,), K=2, V=2, value_regime="zero", do_regime="zero")
+    Path("case.json").write_text(zero.to_json())
+    result = verikda("replay", "case.json", "emulator")
+    assert result.exit_code == 2
+    assert "inconclusive  emulator" in result.stdout
+
+
+def test_targets_and_doctor() -> None:
+    listed = verikda("targets")
+    assert listed.exit_code == 0
+    for name in ("verikda", "emulator", "zoo", "transformers", "module:function"):
+        assert any(line.split()[:1] == [name] for line in listed.stdout.splitlines())
+    healthy = verikda("doctor")
+    assert healthy.exit_code == 0
+    assert "GPU" in healthy.stdout
+    assert "numpy" in healthy.stdout
+
+
+def test_the_record_is_strict_and_appended() -> None:
+    for seed in (0, 1):
+        options = ("--seed", seed, "--json", "new/run.jsonl", "--summary", "new/sum.jsonl")
+        assert verikda("check", "zoo:DV_OFF", *QUICK, *options).exit_code == 1
+    lines = strict(Path("new/run.jsonl"))
+    kinds = [line["kind"] for line in lines]
+    assert kinds.count("run") == kinds.count("end") == 2
+    assert kinds.count("case") == 8
+    assert kinds.count("finding") >= 2
+    assert [line["verdict"] for line in strict(Path("new/sum.jsonl"))] == ["fail", "fail"]
+    for line in lines:
+        if line["kind"] in ("case", "finding"):
+            Case.from_dict(line["case"])
+        if line["kind"] == "finding":
+            assert load_case(Path(line["file"]))[0] == Case.from_dict(line["case"])
+
+
+def test_worst_cases_are_kept_and_tried_first() -> None:
+    Path("reports/worst").mkdir(parents=True)
+    data = {"schema": 1, "target": "zoo", "output": "o", "ratio": 3.5, "case": CASE.to_dict()}
+    Path("reports/worst/one.json").write_text(json.dumps(data))
+    assert verikda("check", "zoo", "--cases", 1, "--checks", "floor", "--json", "run.jsonl").exit_code == 0
+    (line,) = (line for line in strict(Path("run.jsonl")) if line["kind"] == "case")
+    assert Case.from_dict(line["case"]) == CASE
+
+
+def test_piped_output_is_plain_and_errors_go_to_the_other_stream() -> None:
+    good = process("check", "zoo", "--cases", 1, "--checks", "floor")
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "\x1b" not in good.stdout
+    assert good.stdout.isprintable() or all(c.isprintable() or c == "\n" for c in good.stdout)
+    bad = process("check", "zoo:DV_OF")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "'DV_OF'" in bad.stderr
+    assert "DV_OFF" in bad.stderr
+    assert bad.stderr.count("\n") == 1
+
+
+def test_a_function_of_the_current_folder_and_its_standalone_script() -> None:
+    pytest.importorskip("torch", reason="the function takes torch tensors")
+    shutil.copy(ROOT / "tests/targets/toy_kda.py", "toy.py")
+    with Path("toy.py").open("a", encoding="utf-8") as file:
+        file.write("\n\ndef too_large(q, k, v, g, beta, initial_state=None, output_final_state=False):\n")
+        file.write("    o, ht = chunk_kda(q, k, v, g, beta, None, initial_state, output_final_state)\n")
+        file.write("    return o * 1.25, ht\n")
+    good = process("check", "toy:chunk_kda", "--cases", 2, "--checks", "floor")
+    assert good.returncode == 0, good.stdout + good.stderr
+    bad = process("check", "toy:too_large", "--cases", 2, "--checks", "floor")
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    replayed = process("replay", the_finding(), "--snippet", "show.py")
+    assert replayed.returncode == 1, replayed.stdout + replayed.stderr
+    script = process("show.py", module=False)
+    assert script.returncode == 0, script.stderr
+    line = next(text for text in script.stdout.splitlines() if text.split()[0] == "o")
+    expected, got = (float(part.split()[-1].removeprefix("np.float64(").rstrip("),")) for part in line.split(", got"))
+    assert got == pytest.approx(1.25 * expected, rel=0.02)
+
+
+def test_ctrl_c_keeps_what_was_found_and_prints_the_summary() -> None:
+    # A process started by a background job ignores SIGINT; one at a terminal does not.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from verikda.cli import main; main()"
+    )
+    words = ("check", "zoo:DV_OFF", "--checks", "floor", "--cases", "9999", "--json", "run.jsonl")
+    run = subprocess.Popen([sys.executable, "-c", code, *words], env=surroundings(), text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    try:
+        record, last = Path("run.jsonl"), time.monotonic() + 120
+        while not (record.exists() and '"kind": "finding"' in record.read_text()):
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < last
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        stdout, stderr = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 1, stderr
+    assert stderr == ""
+    assert "(interrupted)" in stdout.splitlines()[-1]
+    lines = strict(record)
+    assert lines[-1]["kind"] == "end"
+    assert lines[-1]["interrupted"] is True
+    cases = [line for line in lines if line["kind"] == "case"]
+    assert 0 < len(cases) == sum(lines[-1]["verdicts"].values()) < 9999
+    assert load_case(the_finding())[1] == "zoo:DV_OFF"
