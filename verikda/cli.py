@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,13 @@ class Unusable(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         click.echo(f"verikda: {self.message}", err=True)
+
+
+def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """A number that a clock can reach: NaN passes every range of click, and no comparison with it is true."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", ctx, param)
+    return value
 
 
 def clear_errors(command: Callable[..., int]) -> Callable[..., None]:
@@ -54,7 +62,12 @@ def main() -> None:
 @click.argument("target", default="verikda")
 @click.option("--profile", default="dev", show_default=True, help="dev, ci, gpu, nightly or hunt: how many cases.")
 @click.option("--cases", type=click.IntRange(min=1), help="Number of cases, instead of the profile's.")
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Stop drawing cases after this time.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    help="Stop drawing cases after this time.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the search.")
 @click.option("--checks", "check_names", help="Comma-separated names of checks; all of them if left out.")
 @click.option("--contract", help="Judge under this contract (storage16, float32, recurrent32) instead of the target's.")
