@@ -225,6 +225,8 @@ def integer_call(call: Call, scale: float) -> Call:
 
 
 def _can_be_exact(ctx: Context) -> str | None:
+    if max(ctx.call.problem.q.shape[:2]) > 4096:
+        return "more rows than the generator of integers has"
     if ctx.capabilities.scale:
         return None
     return None if ctx.call.problem.q.shape[3] in (1, 4, 16, 64, 256) else "K**-0.5 is not a power of two"

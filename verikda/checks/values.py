@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from oracles.problem import Array
-from verikda.call import Call, Malformed
+from verikda.call import Call, Malformed, Result
 from verikda.checks.base import Check, Context, Failure, Outcome
-from verikda.checks.transform import TOKEN_OUTPUTS, TOKENS, revised
+from verikda.checks.transform import TOKENS, revised
 from verikda.floor import Judgement
 
 
@@ -96,12 +95,8 @@ def can_split(ctx: Context) -> str | None:
     return None
 
 
-def run_split(ctx: Context, cut: int) -> tuple[dict[str, Array], dict[str, str]]:
-    """Tokens before and after `cut` as two calls: state carried forward, its gradient carried back.
-
-    Gradients of A_log and dt_bias add up over the two calls and are left out: their order of
-    summation is another one.
-    """
+def run_split(ctx: Context, cut: int) -> tuple[tuple[Result, Call], tuple[Result, Call]]:
+    """Tokens before and after `cut` as two calls: state carried forward, its gradient carried back."""
     call, p = ctx.call, ctx.call.problem
     _, start, stop = p.spans[0]
     rows = {name: getattr(p, name) for name in TOKENS if getattr(p, name) is not None}
@@ -111,29 +106,21 @@ def run_split(ctx: Context, cut: int) -> tuple[dict[str, Array], dict[str, str]]
         first["cu_seqlens"] = np.array([0, cut])
         second["cu_seqlens"] = np.array([0, stop - start - cut])
 
-    def run(tokens: dict[str, object], backward: bool, **states: object) -> Call:
+    def part(tokens: dict[str, object], backward: bool, **states: object) -> Call:
         dtypes = {**call.dtypes, "h0": "float32", "dht": "float32"}
         problem = revised(p, {**tokens, **states})
         return replace(call, backward=backward, dtypes=dtypes, problem=problem)
 
-    carried = ctx.run(run(first, False, dht=None))
-    after = ctx.run(run(second, call.backward, h0=carried.outputs["ht"]))
-    before = carried
+    early = part(first, False, dht=None)
+    before = ctx.run(early)
+    late = part(second, call.backward, h0=before.outputs["ht"])
+    after = ctx.run(late)
     if call.backward:
         if "dh0" not in after.outputs:
             raise Malformed("an initial state was given, but no gradient of it came back")
-        before = ctx.run(run(first, True, dht=after.outputs["dh0"]))
-    outputs = {}
-    for name in TOKEN_OUTPUTS:
-        if name in before.outputs and name in after.outputs:
-            shape = before.outputs[name].shape
-            x = np.zeros((shape[0], p.q.shape[1], *shape[2:]))
-            x[:, start : start + cut], x[:, start + cut : stop] = before.outputs[name], after.outputs[name]
-            outputs[name] = x
-    outputs["ht"] = after.outputs["ht"]
-    if p.h0 is not None and "dh0" in before.outputs:
-        outputs["dh0"] = before.outputs["dh0"]
-    return outputs, {**after.dtypes, **before.dtypes}
+        early = part(first, True, dht=after.outputs["dh0"])
+        before = ctx.run(early)
+    return (before, early), (after, late)
 
 
 def _can_split_anywhere(ctx: Context) -> str | None:
@@ -144,12 +131,17 @@ def _can_split_anywhere(ctx: Context) -> str | None:
 
 
 def _split_anywhere(ctx: Context) -> Outcome:
+    """Each part by its own truth: what was handed over is an input of the other, so nothing is counted twice."""
     _, start, stop = ctx.call.problem.spans[0]
     n = stop - start
     cut = n - 1 if n % 2 else 1 + n // 3  # one decode step, or well off the chunk grid
-    outputs, dtypes = run_split(ctx, cut)
-    joined = replace(ctx.result, outputs=outputs, dtypes=dtypes)
-    return from_judgement("split_anywhere", ctx.judge(joined), f"cut at token {cut}")
+    worst: dict[str, float] = {}
+    for name, (result, call) in zip(("before", "after"), run_split(ctx, cut), strict=True):
+        out = from_judgement("split_anywhere", ctx.judge(result, call), f"tokens {name} a cut at {cut}")
+        worst = {k: max(worst.get(k, 0.0), out.ratios.get(k, 0.0)) for k in {*worst, *out.ratios}}
+        if out.verdict == "fail":
+            return out
+    return Outcome("split_anywhere", "pass", (), worst)
 
 
 def _always(ctx: Context) -> str | None:
