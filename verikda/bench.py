@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from multiprocessing import get_context
 from os import cpu_count
 from pathlib import Path
@@ -17,6 +18,7 @@ from oracles.contract import storage16
 from oracles.problem import Array
 from verikda import bench_shapes as shapes
 from verikda.bench_shapes import Function, Workload
+from verikda.call import Call
 from verikda.case import Case
 from verikda.environment import environment
 from verikda.floor import judge
@@ -157,22 +159,24 @@ def summarise(times: Sequence[float], method: str, floor: float, peak: int) -> T
     return Timing(method, statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], floor, peak)
 
 
-def small_case(w: Workload) -> Case:
-    """A case of the workload's rule, channels and gates that the noise floor can judge in seconds."""
-    gate = {"fast": ("random", 2.5), "slow": ("slow", 2.0), "none": ("random", 1.0)}[w.gates]
-    return Case(
-        lengths=(130,), heads=2, K=shapes.K, V=shapes.V, dtype="bfloat16", rule=w.rule,
+@cache
+def small_call(gates: shapes.Gates) -> Call:
+    """A call with these gates that the noise floor can judge in seconds; one object, so that peers share its floor."""
+    w = Workload(1, 130, 2, gates)
+    gate = {"fast": ("random", 2.5), "slow": ("slow", 2.0), "none": ("random", 1.0)}[gates]
+    case = Case(
+        lengths=(w.T,), heads=w.H, K=shapes.K, V=shapes.V, dtype="bfloat16", rule=w.rule,
         gate_regime=gate[0] if w.rule == "kda" else "random", gate_magnitude=gate[1],
         beta_dtype="same" if w.rule == "delta" else "float32",
     )  # fmt: skip
+    return make_call(case)
 
 
-def floor_verdict(function: Function, target: str, case: Case) -> str:
+def floor_verdict(function: Function, target: str, call: Call) -> str:
     """Verdict of `verikda.floor` and the worst ratio, such as "pass, worst 1.3 (dg)"."""
     from verikda.targets.torch_function import TorchFunction
 
     wrapped = TorchFunction(function, target, contract="storage16", swallowed=("chunk_size",))
-    call = make_call(case)
     result = wrapped.run(call)
     verdict = judge(
         {n: x for n, x in result.outputs.items() if n != "ht"}, result.dtypes, call.problem,
@@ -191,20 +195,20 @@ def objection(errors: Mapping[str, float], floor: str) -> str:
     if bad:
         return "wrong: relative L2 against float64 of " + ", ".join(f"{n} {e:.2g}" for n, e in bad.items())
     if not floor.startswith("pass"):
-        return f"wrong: noise floor says {floor or 'nothing'}"
+        return f"{'wrong' if floor.startswith('fail') else 'not shown right'}: noise floor says {floor or 'nothing'}"
     return ""
 
 
-def check(torch: Any, row: Row, function: Function, wanted: Mapping[str, Array]) -> None:
+def check(torch: Any, row: Row, function: Function, wanted: Mapping[str, Array], device: str = "cuda") -> None:
     """Fill in errors, floor verdict and reason of a row, at the full shape of its workload."""
     w = row.workload
-    given = shapes.draw(torch, w, 0)
+    given = shapes.draw(torch, w, 0, device)
     made = shapes.both_ways(torch, function, given)
     alone = shapes.forward_only(torch, function, given)["o"]
     found = shapes.heads({**made, "o without gradients": alone}, shapes.sampled_heads(w))
     truth = {**wanted, "o without gradients": wanted["o"]}
     row.errors = {n: shapes.relative_l2(found[n], x) for n, x in truth.items()}
-    row.floor_verdict = floor_verdict(function, row.target, small_case(w))
+    row.floor_verdict = floor_verdict(function, row.target, small_call(w.gates))
     row.reason = objection(row.errors, row.floor_verdict)
 
 
