@@ -180,9 +180,7 @@ def test_a_function_of_the_current_folder_and_its_standalone_script() -> None:
 
 def test_ctrl_c_keeps_what_was_found_and_prints_the_summary() -> None:
     # A process started by a background job ignores SIGINT; one at a terminal does not.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from verikda.cli import main; main()"
-    )
+    code = "from signal import *; signal(SIGINT, default_int_handler); from verikda.cli import main; main()"
     words = ("check", "zoo:DV_OFF", "--checks", "floor", "--cases", "9999", "--json", "run.jsonl")
     run = subprocess.Popen([sys.executable, "-c", code, *words], env=surroundings(), text=True,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip

@@ -1,0 +1,121 @@
+"""The pytest plugin in a pytest of its own: one test per check, findings as messages, fixtures for users' tests.
+
+What could go wrong here: a fault that leaves pytest green, an unknown target that runs nothing and passes, a case
+that cannot tell counted as a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verikda.checks import CHECKS
+from verikda.finding import load_case
+
+ROOT = Path(__file__).parents[2]
+PASSED, FAILED, USAGE = 0, 1, 4
+
+USER_TESTS = """
+from verikda.case import Case
+
+CASE = Case(lengths=(5,), K=3, V=2)
+
+def test_mine(verikda_target, verikda_check):
+    verikda_check(verikda_target, CASE, ("floor", "inputs_unchanged"))
+
+def test_by_name(verikda_check):
+    verikda_check("zoo", CASE, ("floor",))
+"""
+
+FAULTY_TESTS = """
+import pytest
+from verikda.case import Case
+
+def test_fault(verikda_check):
+    verikda_check("zoo:DV_OFF", Case(lengths=(5,), K=3, V=2), ("floor",))
+
+def test_cannot_tell(verikda_check):
+    zero = Case(lengths=(4,), K=2, V=2, value_regime="zero", do_regime="zero")
+    verikda_check("emulator", zero, ("floor",))
+
+def test_no_such_check(verikda_check):
+    with pytest.raises(ValueError, match="there is no check 'flor'; the checks are floor, "):
+        verikda_check("zoo", Case(), ("flor",))
+
+def test_without_the_option(verikda_target):
+    raise AssertionError("must be skipped")
+"""
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    # The plugin is named, and nothing else is loaded: so it is loaded once, installed or not.
+    surroundings = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_ADDOPTS": "",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "verikda.pytest_plugin", "-p", "no:cacheprovider", "-rA"]
+    return subprocess.run([*command, "--rootdir", str(folder), *options], cwd=folder, env=surroundings, text=True,
+                          capture_output=True, timeout=300, check=False)  # fmt: skip
+
+
+def test_a_healthy_target_and_a_users_test_pass(tmp_path: Path) -> None:
+    (tmp_path / "test_user.py").write_text(USER_TESTS)
+    result = run(tmp_path, "--verikda-target=zoo", "--verikda-cases=6")
+    assert result.returncode == PASSED, result.stdout
+    for line in ("PASSED verikda::floor", "PASSED test_user.py::test_mine", "PASSED test_user.py::test_by_name"):
+        assert line in result.stdout
+    assert not (tmp_path / "verikda-findings").exists()
+
+
+def test_a_fault_fails_with_the_finding_and_writes_its_file(tmp_path: Path) -> None:
+    result = run(tmp_path, "--verikda-target=zoo:DV_OFF", "--verikda-cases=3")
+    assert result.returncode == FAILED, result.stdout
+    assert "FAILED verikda::floor" in result.stdout
+    assert "PASSED verikda::inputs_unchanged" in result.stdout
+    for part in ("FAIL  zoo:DV_OFF", "floor / dv:", "error / noise floor", "smallest case: kda"):
+        assert part in result.stdout
+    assert "Traceback" not in result.stdout
+    path = next(line.split()[-1] for line in result.stdout.splitlines() if "replay: verikda replay" in line)
+    assert load_case(tmp_path / path)[1:] == ("zoo:DV_OFF", "floor")
+
+
+def test_one_test_per_check_is_collected(tmp_path: Path) -> None:
+    result = run(tmp_path, "--verikda-target=zoo", "--collect-only", "-q")
+    assert result.returncode == PASSED, result.stdout
+    collected = [line.rpartition("::")[2] for line in result.stdout.splitlines() if line.startswith("verikda::")]
+    assert collected == [check.name for check in CHECKS]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--verikda-target=nope", "target 'nope' is not known: use one of verikda, "),
+        ("--verikda-target=zoo:DV_OF", "the zoo has no fault 'DV_OF'; did you mean DV_OFF"),
+    ],
+)
+def test_an_unknown_target_is_a_usage_error(tmp_path: Path, option: str, message: str) -> None:
+    (tmp_path / "test_user.py").write_text(USER_TESTS)
+    result = run(tmp_path, option)
+    assert result.returncode == USAGE
+    assert f"ERROR: {message}" in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_fault_and_a_case_that_cannot_tell_fail_a_users_test(tmp_path: Path) -> None:
+    (tmp_path / "test_user.py").write_text(FAULTY_TESTS)
+    result = run(tmp_path)
+    assert result.returncode == FAILED
+    for line in ("FAILED test_user.py::test_fault", "FAILED test_user.py::test_cannot_tell",
+                 "PASSED test_user.py::test_no_such_check"):  # fmt: skip
+        assert line in result.stdout
+    for part in ("FAIL  zoo:DV_OFF", "emulator: inconclusive: floor: every output is zero",
+                 "give --verikda-target=NAME"):  # fmt: skip
+        assert part in result.stdout
+    assert "1 passed, 1 skipped" in result.stdout
