@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,13 +259,51 @@ def test_a_row_is_written_with_its_floor_and_spread(tmp_path: Path) -> None:
     )
     assert "| 1,8192,32 | KDA, fast gates | verikda | 3.3e-03 | pass, worst 1.20 (o) |" in text.splitlines()
     record = Record(tmp_path / "b.jsonl")
-    bench.record_rows(record, [row, Row("fla", row.workload, reason="cannot be imported: x")], 4.3e12, "NVIDIA H200")
+    bench.record_rows(record, [row, Row("fla", row.workload, reason="cannot be imported: x")], 4.3e12)
     record.close()
-    first, second, third = (json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines())
-    assert (first["kind"], first["device"], len(first["kernels"])) == ("bench", "NVIDIA H200", 16)
-    assert "versions" in first["environment"]
-    assert second["times"]["fwd"]["median"] == 124.5
-    assert (third["times"], third["reason"]) == ({}, "cannot be imported: x")
+    first, second = (json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines())
+    assert (first["kind"], first["bandwidth"], len(first["kernels"])) == ("timing", 4.3e12, 16)
+    assert first["times"]["fwd"]["median"] == 124.5
+    assert (second["times"], second["reason"]) == ({}, "cannot be imported: x")
+
+
+def test_a_crash_while_timing_costs_one_workload_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    todo = workloads("quick")[:2]
+
+    class Fake:
+        class cuda:  # noqa: N801
+            @staticmethod
+            def empty_cache() -> None:
+                pass
+
+            @staticmethod
+            def get_device_name() -> str:
+                return "NVIDIA H200"
+
+    def time_rows(torch: Any, rows: Any, known: Any, bandwidth: float) -> None:
+        if rows[0].workload == todo[0]:
+            raise RuntimeError("illegal memory access\nmore")
+        rows[0].times["fwd"] = Timing("graph", 4.0, 4.0, 4.0, 1.0, 0)
+
+    monkeypatch.setattr(bench, "cuda_torch", lambda: Fake)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda torch: 4.3e12)
+    monkeypatch.setattr(bench, "check", lambda torch, row, function, wanted: None)
+    monkeypatch.setattr(bench, "time_rows", time_rows)
+    monkeypatch.setattr(shapes, "workloads", lambda name: todo)
+    monkeypatch.setattr(shapes, "draw", lambda torch, w, seed: {})
+    monkeypatch.setattr(shapes, "slice_problem", lambda given, where: None)
+    monkeypatch.setattr(shapes, "truth", lambda problem: {})
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    files = ["--json", str(tmp_path / "b.jsonl"), "--summary", str(tmp_path / "out" / "b.md")]
+    result = CliRunner().invoke(main, ["bench", "verikda", *files])
+    assert result.exit_code == 1
+    lines = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert [x["kind"] for x in lines] == ["bench", "timing", "timing"]
+    assert lines[1]["reason"] == "crashed while it was timed: RuntimeError: illegal memory access"
+    assert lines[2]["times"]["fwd"]["median"] == 4.0
+    text = (tmp_path / "out" / "b.md").read_text()
+    assert "| fwd | verikda | 4 (4 to 4) | 1 | 25% |" in text
+    assert "not timed: crashed while" in text
 
 
 def test_exit_status_tells_timed_wrong_and_nothing_apart() -> None:

@@ -203,6 +203,9 @@ def check(torch: Any, row: Row, function: Function, wanted: Mapping[str, Array],
     """Fill in errors, floor verdict and reason of a row, at the full shape of its workload."""
     w = row.workload
     given = shapes.draw(torch, w, 0, device)
+    if device == "cuda":
+        # The allocator hands this memory out again, so what is read before it is written reads NaN.
+        torch.full((1 << 31,), float("nan"), device=device)
     made = shapes.both_ways(torch, function, given)
     alone = shapes.forward_only(torch, function, given)["o"]
     found = shapes.heads({**made, "o without gradients": alone}, shapes.sampled_heads(w))
@@ -272,13 +275,23 @@ def time_rows(torch: Any, rows: Sequence[Row], known: Mapping[str, Mapping[str, 
         torch.cuda.empty_cache()
 
 
-def bench(torch: Any, targets: Sequence[str], todo: Sequence[Workload], say: Callable[[str], None]) -> dict[str, Any]:
-    """Check, then time; {"rows", "bandwidth"}."""
+def bench(
+    torch: Any,
+    targets: Sequence[str],
+    todo: Sequence[Workload],
+    say: Callable[[str], None],
+    done: Callable[[Sequence[Row], float], None],
+) -> tuple[list[Row], float]:
+    """Check all, then time one workload after another; the rows and the copy bandwidth.
+
+    `done` gets the rows of each workload as soon as they are final, so that a run that is cut short keeps what it had.
+    """
     functions = {t: functions_of(t) for t in targets}
     known = {t: f for t, f in functions.items() if not isinstance(f, str)}
     rows = [Row(t, w, reason=f if isinstance(f, str) else "") for w in todo for t, f in functions.items()]
     if not known:
-        return {"rows": rows, "bandwidth": 0.0}
+        done(rows, 0.0)
+        return rows, 0.0
     bandwidth = copy_bandwidth(torch)
     say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; float64 truth of two heads of each of {len(todo)} workloads")
     # The truths are found by other processes while kernels compile, and all are there before anything is timed.
@@ -293,9 +306,16 @@ def bench(torch: Any, targets: Sequence[str], todo: Sequence[Workload], say: Cal
                     row.reason = f"crashed: {type(error).__name__}: {error}".splitlines()[0]
                 say(f"{row.target} {row.workload.title} {row.workload.shape}: {row.reason or 'right'}")
     for w in todo:
-        time_rows(torch, [r for r in rows if r.workload == w and not r.reason], known, bandwidth)
+        mine = [r for r in rows if r.workload == w]
+        green = [r for r in mine if not r.reason]
+        try:
+            time_rows(torch, green, known, bandwidth)
+        except Exception as error:
+            for row in green:
+                row.reason = f"crashed while it was timed: {type(error).__name__}: {error}".splitlines()[0]
         torch.cuda.empty_cache()
-    return {"rows": rows, "bandwidth": bandwidth}
+        done(mine, bandwidth)
+    return rows, bandwidth
 
 
 def markdown(rows: Sequence[Row], bandwidth: float, device: str) -> str:
@@ -310,7 +330,7 @@ def markdown(rows: Sequence[Row], bandwidth: float, device: str) -> str:
     ]  # fmt: skip
     for r in rows:
         head = f"| {r.workload.shape} | {r.workload.title} |"
-        if not r.times:
+        if r.reason:
             lines.append(f"{head} - | {r.target} | not timed: {r.reason.replace('|', '/')} | | | | |")
         for mode, t in r.times.items():
             lines.append(
@@ -327,14 +347,10 @@ def markdown(rows: Sequence[Row], bandwidth: float, device: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def record_rows(record: Record, rows: Sequence[Row], bandwidth: float, device: str) -> None:
-    """A "bench" line with the environment, then a "timing" line for each row."""
-    record.write(
-        {"kind": "bench", "device": device, "kernels": source_hash(), "bandwidth": bandwidth, "repeats": REPEATS,
-         "environment": environment()}
-    )  # fmt: skip
+def record_rows(record: Record, rows: Sequence[Row], bandwidth: float) -> None:
+    """A "timing" line for each row."""
     for r in rows:
-        record.write({"kind": "timing", **asdict(r)})
+        record.write({"kind": "timing", "kernels": source_hash(), "bandwidth": bandwidth, **asdict(r)})
 
 
 def exit_status(rows: Sequence[Row]) -> int:
@@ -361,13 +377,18 @@ def bench_command(targets: Sequence[str], shape_set: str, json_path: Path | None
     torch = cuda_torch()
     out = show.console()
     device = str(torch.cuda.get_device_name())
-    made = bench(torch, targets or tuple(PLACES), todo, lambda text: out.print(text, markup=False))
-    text = markdown(made["rows"], made["bandwidth"], device)
     record = Record(json_path)
-    record_rows(record, made["rows"], made["bandwidth"], device)
+    record.write(
+        {"kind": "bench", "device": device, "kernels": source_hash(), "repeats": REPEATS, "environment": environment()}
+    )
+    rows, bandwidth = bench(
+        torch, targets or tuple(PLACES), todo, lambda text: out.print(text, markup=False),
+        lambda some, rate: record_rows(record, some, rate),
+    )  # fmt: skip
     record.close()
+    text = markdown(rows, bandwidth, device)
     if summary is not None:
         summary.parent.mkdir(parents=True, exist_ok=True)
         summary.write_text(text, encoding="utf-8")
     out.print(text, markup=False, soft_wrap=True)
-    return exit_status(made["rows"])
+    return exit_status(rows)
