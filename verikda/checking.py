@@ -12,7 +12,7 @@ from verikda.checks import CHECKS, Check, named
 from verikda.environment import environment
 from verikda.finding import Finding, load_case, message
 from verikda.inputs import make_call
-from verikda.parallel import Line, search_all
+from verikda.parallel import search_all
 from verikda.profiles import PROFILES, Profile
 from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_case
@@ -100,10 +100,9 @@ def check_command(
             corpus.offer(target.name, report)
             step(report.verdict)
 
-        def on_part(part: Summary, lines: list[Line]) -> None:
-            for line in lines:
-                record.write(line)
-                step(str(line["verdict"]))
+        def on_part(reports: list[CaseReport]) -> None:
+            for report in reports:
+                on_report(report)
 
         def on_finding(finding: Finding) -> None:
             path = finding.write(findings)

@@ -10,10 +10,8 @@ from dataclasses import replace
 
 from verikda.case import Case
 from verikda.finding import Finding
-from verikda.record import case_line
+from verikda.run_case import CaseReport
 from verikda.search import Search, Settings, Summary
-
-Line = dict[str, object]
 
 
 def search_part(
@@ -24,18 +22,16 @@ def search_part(
     part: int,
     parts: int,
     first: tuple[Case, ...],
-) -> tuple[Summary, list[Line]]:
+) -> tuple[Summary, list[CaseReport]]:
     """Run one share in this process: every `parts`-th case of the fixed start, then cases of its own seed."""
     from verikda.checks import named
     from verikda.targets import resolve
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    lines: list[Line] = []
+    reports: list[CaseReport] = []
     own = replace(settings, checks=named(checks), part=(part, parts))
-    search = Search(
-        resolve(name, contract=contract), own, first=first[part::parts], on_report=lambda r: lines.append(case_line(r))
-    )
-    return search.run(), lines
+    search = Search(resolve(name, contract=contract), own, first=first[part::parts], on_report=reports.append)
+    return search.run(), reports
 
 
 def search_all(
@@ -44,12 +40,12 @@ def search_all(
     settings: Settings,
     jobs: int,
     first: tuple[Case, ...],
-    on_part: Callable[[Summary, list[Line]], None],
+    on_part: Callable[[list[CaseReport]], None],
     on_finding: Callable[[Finding], None],
 ) -> Summary:
     """Run `jobs` shares at a time and merge them.
 
-    Cases are cut into more shares than processes, so that lines arrive as shares end and an interrupt loses only
+    Cases are cut into more shares than processes, so that reports arrive as shares end and an interrupt loses only
     the shares in flight.
     """
     shares = max(jobs, min(8 * jobs, settings.cases // 25))
@@ -64,9 +60,9 @@ def search_all(
             pool.submit(search_part, name, contract, light, checks, part, shares, first) for part in range(shares)
         ]
         for done in as_completed(waiting):
-            summary, lines = done.result()
+            summary, reports = done.result()
             whole.merge(summary)
-            on_part(summary, lines)
+            on_part(reports)
             for finding in summary.findings:
                 kinds = {(finding.check, f.output) for f in finding.failures}
                 if not kinds <= seen:
