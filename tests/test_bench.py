@@ -114,7 +114,7 @@ def test_relative_l2_never_passes_what_is_not_a_number() -> None:
 
 def checked(function: Any, w: Workload, wanted: dict[str, Any]) -> Row:
     row = Row("toy", w)
-    bench.check(torch, row, function, wanted, "cpu")
+    bench.compare(row, bench.answers(torch, row, function, "cpu"), wanted)
     return row
 
 
@@ -287,7 +287,8 @@ def test_a_crash_while_timing_costs_one_workload_only(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(bench, "cuda_torch", lambda: Fake)
     monkeypatch.setattr(bench, "copy_bandwidth", lambda torch: 4.3e12)
-    monkeypatch.setattr(bench, "check", lambda torch, row, function, wanted: None)
+    monkeypatch.setattr(bench, "answers", lambda torch, row, function: {})
+    monkeypatch.setattr(bench, "compare", lambda row, found, wanted: None)
     monkeypatch.setattr(bench, "time_rows", time_rows)
     monkeypatch.setattr(shapes, "workloads", lambda name: todo)
     monkeypatch.setattr(shapes, "draw", lambda torch, w, seed: {})

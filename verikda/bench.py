@@ -199,8 +199,8 @@ def objection(errors: Mapping[str, float], floor: str) -> str:
     return ""
 
 
-def check(torch: Any, row: Row, function: Function, wanted: Mapping[str, Array], device: str = "cuda") -> None:
-    """Fill in errors, floor verdict and reason of a row, at the full shape of its workload."""
+def answers(torch: Any, row: Row, function: Function, device: str = "cuda") -> dict[str, Array]:
+    """Some heads of what a target gives at the full shape of its workload; fills in the floor verdict of the row."""
     w = row.workload
     given = shapes.draw(torch, w, 0, device)
     if device == "cuda":
@@ -208,10 +208,14 @@ def check(torch: Any, row: Row, function: Function, wanted: Mapping[str, Array],
         torch.full((1 << 31,), float("nan"), device=device)
     made = shapes.both_ways(torch, function, given)
     alone = shapes.forward_only(torch, function, given)["o"]
-    found = shapes.heads({**made, "o without gradients": alone}, shapes.sampled_heads(w))
+    row.floor_verdict = floor_verdict(function, row.target, small_call(w.gates))
+    return shapes.heads({**made, "o without gradients": alone}, shapes.sampled_heads(w))
+
+
+def compare(row: Row, found: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+    """Fill in the errors of a row and why it is not timed."""
     truth = {**wanted, "o without gradients": wanted["o"]}
     row.errors = {n: shapes.relative_l2(found[n], x) for n, x in truth.items()}
-    row.floor_verdict = floor_verdict(function, row.target, small_call(w.gates))
     row.reason = objection(row.errors, row.floor_verdict)
 
 
@@ -298,13 +302,17 @@ def bench(
     with ProcessPoolExecutor(min(len(todo), cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         problems = [shapes.slice_problem(shapes.draw(torch, w, 0), shapes.sampled_heads(w)) for w in todo]
         futures = dict(zip(todo, [pool.submit(shapes.truth, p) for p in problems], strict=True))
+        found = []
         for row in rows:
             if row.target in known:
                 try:
-                    check(torch, row, known[row.target][row.workload.rule], futures[row.workload].result())
+                    found.append((row, answers(torch, row, known[row.target][row.workload.rule])))
                 except Exception as error:  # a target may fail in any way, and its row says how
                     row.reason = f"crashed: {type(error).__name__}: {error}".splitlines()[0]
-                say(f"{row.target} {row.workload.title} {row.workload.shape}: {row.reason or 'right'}")
+        for row, heads in found:
+            compare(row, heads, futures[row.workload].result())
+    for row in rows:
+        say(f"{row.target} {row.workload.title} {row.workload.shape}: {row.reason or 'right'}")
     for w in todo:
         mine = [r for r in rows if r.workload == w]
         green = [r for r in mine if not r.reason]
