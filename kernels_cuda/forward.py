@@ -168,13 +168,16 @@ def prepare(backend: Backend, call: Forward, table: Table, out: dict[str, int], 
     out : addresses by name: Aqk, U, W and, with a gate, Kg, Qg, decay; optional A, Gamma, qn, kn, beta (Kg, Qg).
     """
     beta_kind = 0 if not call.beta_sigmoid else 2 if call.allow_neg_eigval else 1
+    size = BYTES[call.dtype]
+    alignments = dict.fromkeys(("W", "Kg", "Qg", "qn", "kn"), 2 * size) | {"Gamma": 8}
+    even = call.K % 2 == 0 and all(out.get(name, 0) % to == 0 for name, to in alignments.items())
+    even &= (call.q | call.k) % (2 * size) == 0 and call.g % (8 if call.g_float32 else 2 * size) == 0
     backend.launch(
-        f"prepare<{TYPES[call.dtype]},{call.chunk},{str(call.gated).lower()}>",
-        (call.chunks * call.HV, 1, 1), 128, prepare_shared(call.dtype, call.chunk),
+        f"prepare<{TYPES[call.dtype]},{call.chunk},{GATES[call.gate]},{str(even).lower()}>",
+        (call.chunks * call.HV, 1, 1), 4 * call.chunk, prepare_shared(call.dtype, call.chunk),
         [_p(call.q), _p(call.k), _p(call.v), _p(call.g), _i(call.g_float32), _p(call.beta), _i(call.beta_float32),
-         _p(call.A_log), _p(call.dt_bias), ctypes.c_float(call.lower_bound), _i(GATES[call.gate]), _i(beta_kind),
-         _i(call.qk_l2norm), ctypes.c_float(call.scale), _p(table.chunks), _i(call.H), _i(call.HV),
-         _i(call.K), _i(call.V),
+         _p(call.A_log), _p(call.dt_bias), ctypes.c_float(call.lower_bound), _i(beta_kind), _i(call.qk_l2norm),
+         ctypes.c_float(call.scale), _p(table.chunks), _i(call.H), _i(call.HV), _i(call.K), _i(call.V),
          *(_p(out.get(name, 0)) for name in ("Aqk", "U", "W", "Kg", "Qg", "decay", "A", "Gamma", "qn", "kn", "beta"))],
         stream,
     )  # fmt: skip
@@ -292,13 +295,11 @@ def _slices(dtype: str, KP: int) -> tuple[int, int]:
 
 def prepare_shared(dtype: str, chunk: int) -> int:
     """Bytes of PrepareShape in prepare.cu."""
-    size, blocks = BYTES[dtype], chunk // 16
-    pitch, own = 64 + 16 // size, chunk * (32 + 16 // size) * size
-    rows = max(2 * (chunk - 16) + 8 * blocks * (blocks - 1), 2 * chunk)
+    size, blocks, wide = BYTES[dtype], chunk // 16, dtype == "float32"
+    pitch, own = 64 + 16 // size, chunk * ((16 if wide else 32) + 16 // size) * size
+    rows = max(2 * (chunk - 16) + 8 * blocks * (blocks - 1), 2 * chunk) + (1 if wide else 4) * 24 * blocks
     square = chunk * (chunk + 8) * 4
-    squares = max((rows + 24 * blocks) * pitch * size, 2 * square)
-    columns = squares if dtype != "float32" else 2 * square
-    return max(columns + 4 * own, squares) + 2 * blocks * 64 * 4 + 3 * chunk * 4
+    return max(rows * pitch * size, 2 * square + 2 * blocks * own) + 4 * blocks * 64 * 4 + 3 * chunk * 4
 
 
 def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:

@@ -30,30 +30,51 @@ template <class T> struct Fall {
     VK_DEVICE float value() const { return is_16bit<T> ? v : exp2(v); }
 };
 
-// Sixteen rows and two channels of one lane.
-template <class T> struct RowBlock {
-    Pair<T> q[16], k[16];
-    float fall[16][2];  // Fall::of each row's decay
+// Eight numbers summed over the 32 lanes: lane l ends with the sum of number l / 4.
+VK_DEVICE float sum_lanes(float (&x)[8]) {
+#pragma unroll
+    for (int mask = 16, half = 4; half > 0; mask /= 2, half /= 2) {
+        const bool upper = lane() & mask;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float give = upper ? x[i] : x[i + half], keep = upper ? x[i + half] : x[i];
+            x[i] = keep + shfl_xor(give, mask);
+        }
+    }
+    const float y = x[0] + shfl_xor(x[0], 2);
+    return y + shfl_xor(y, 1);
+}
 
-    // Operands of level s for one warp: rows 0..7 of the tile are the q of the upper rows, 8..15 their k, 16..23 the k
-    // of the lower rows; `tile` is at this lane's channels.
-    template <int s> VK_DEVICE void level(T* tile, int ld) const {
+// Eight rows, two channels of one lane: a warp holds 8 rows by 64 channels, one half of a 16-row block.
+template <class T> struct RowGroup {
+    Pair<T> q[8], k[8];
+    float fall[8][2];  // Fall::of each row's decay
+
+    // This half's share of a level's operands, 24 rows at `tile`, this lane's channels: rows 0..7 are the q of the upper
+    // rows, 8..15 their k, 16..23 the k of the lower rows.
+    template <int s> VK_DEVICE void level(T* tile, int ld, int half) const {
+        constexpr int groups = s == 8 ? 1 : 4 / s;
+        tile += s == 8 ? 0 : 4 * half * ld;
 #pragma unroll
-        for (int group = 0; group < 8 / s; ++group) {
-            Fall<T> x, y;
+        for (int group = 0; group < groups; ++group) {
+            if (s < 8 || half == 1) {
+                Fall<T> x, y;
 #pragma unroll
-            for (int j = 0; j < s; ++j) {
-                const int i = group * 2 * s + s + j, row = group * s + j;
-                x.then(fall[i][0]), y.then(fall[i][1]);
-                put(tile + row * ld, q[i], x.value(), y.value());
-                put(tile + (row + 8) * ld, k[i], x.value(), y.value());
+                for (int j = 0; j < s; ++j) {
+                    const int i = s == 8 ? j : group * 2 * s + s + j, row = group * s + j;
+                    x.then(fall[i][0]), y.then(fall[i][1]);
+                    put(tile + row * ld, q[i], x.value(), y.value());
+                    put(tile + (row + 8) * ld, k[i], x.value(), y.value());
+                }
             }
-            x = y = Fall<T>{};
+            if (s < 8 || half == 0) {
+                Fall<T> x, y;
 #pragma unroll
-            for (int j = s - 1; j >= 0; --j) {
-                const int i = group * 2 * s + j, row = group * s + j;
-                put(tile + (row + 16) * ld, k[i], x.value(), y.value());
-                x.then(fall[i][0]), y.then(fall[i][1]);
+                for (int j = s - 1; j >= 0; --j) {
+                    const int i = group * 2 * s + j, row = group * s + j;
+                    put(tile + (row + 16) * ld, k[i], x.value(), y.value());
+                    x.then(fall[i][0]), y.then(fall[i][1]);
+                }
             }
         }
     }
@@ -62,33 +83,31 @@ template <class T> struct RowBlock {
         const pair32 u = unpack<T>(p);
         *reinterpret_cast<Pair<T>*>(to) = round_pair<T>(u.x * x, u.y * y);
     }
+
+    // Sum over the warp of q_i . k_i, of row lane / 4.
+    VK_DEVICE float diagonal() const {
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const pair32 u = unpack<T>(q[i]), w = unpack<T>(k[i]);
+            x[i] = fma(u.x, w.x, u.y * w.y);
+        }
+        return sum_lanes(x);
+    }
 };
 
-// Sixteen numbers summed over the 32 lanes: lane l ends with the sum of number l / 2.
-VK_DEVICE float sum_lanes(float (&x)[16]) {
-#pragma unroll
-    for (int mask = 16, half = 8; half > 0; mask /= 2, half /= 2) {
-        const bool upper = lane() & mask;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float give = upper ? x[i] : x[i + half], keep = upper ? x[i + half] : x[i];
-            x[i] = keep + shfl_xor(give, mask);
-        }
-    }
-    return x[0] + shfl_xor(x[0], 1);
-}
-
-// The accumulators of one warp, alive across slices of channels: what is inside row block `warp`, and every fourth of the
-// products below the diagonal, in the order (pair of blocks, q or k).
+// The accumulators of one warp, alive across slices of channels: two of the four levels inside row block warp / 2, and an
+// equal share of the 16x8 products below the diagonal, in the order (pair of blocks, q or k, half).
 template <class T, int C> struct IntraProducts {
-    static constexpr int blocks = C / 16, pairs = blocks * (blocks - 1) / 2, share = ceil_div(2 * pairs, 4);
-    float inside[4][1][1][4];
-    float below[max(share, 1)][1][2][4];
+    static constexpr int blocks = C / 16, pairs = blocks * (blocks - 1) / 2, warps = C / 8;
+    static constexpr int share = ceil_div(4 * pairs, warps);
+    float inside[2][1][1][4];
+    float below[max(share, 1)][1][1][4];
     float diagonal;
 
     VK_DEVICE void clear() {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) vk::clear(inside[i]);
+        for (int i = 0; i < 2; ++i) vk::clear(inside[i]);
 #pragma unroll
         for (int i = 0; i < max(share, 1); ++i) vk::clear(below[i]);
         diagonal = 0.f;
@@ -96,33 +115,14 @@ template <class T, int C> struct IntraProducts {
 
     // Pairs of blocks (a, b), a > b, by their distance: (1,0) (2,1) (3,2) (2,0) (3,1) (3,0).
     static VK_DEVICE constexpr int distance(int pair) { return pair < blocks - 1 ? 1 : pair < 2 * blocks - 3 ? 2 : 3; }
-    static VK_DEVICE constexpr int column_block(int pair) {
-        return pair - (distance(pair) == 1 ? 0 : distance(pair) == 2 ? blocks - 1 : 2 * blocks - 3);
-    }
     static VK_DEVICE constexpr int pair_of(int column_block, int distance) {
         return column_block + (distance == 1 ? 0 : distance == 2 ? blocks - 1 : 2 * blocks - 3);
     }
+    static VK_DEVICE constexpr int column_block(int pair) { return pair - pair_of(0, distance(pair)); }
 
-    // One warp, its own scratch of 24 x 64 elements.
-    VK_DEVICE void add_inside(const RowBlock<T>& rows, T* scratch, int ld) {
-        add_level<8>(rows, scratch, ld, inside[3]);
-        add_level<4>(rows, scratch, ld, inside[2]);
-        add_level<2>(rows, scratch, ld, inside[1]);
-        add_level<1>(rows, scratch, ld, inside[0]);
-        float dot[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            const pair32 x = unpack<T>(rows.q[i]), y = unpack<T>(rows.k[i]);
-            dot[i] = fma(x.x, y.x, x.y * y.y);
-        }
-        diagonal += sum_lanes(dot);
-    }
-    template <int s>
-    static VK_DEVICE void add_level(const RowBlock<T>& rows, T* scratch, int ld, float (&acc)[1][1][4]) {
-        syncwarp();  // the level before has been read
-        rows.template level<s>(scratch + 2 * lane(), ld);
-        syncwarp();
-        warp_mma<T, 16, 8, 64, NT>(acc, scratch, ld, scratch + 16 * ld, ld);
+    // Level 0, 1, 2, 3 (s = 1, 2, 4, 8) is accumulated by the warp of half level / 2.
+    VK_DEVICE void add_inside(int level, const T* tile, int ld) {
+        if (level / 2 == warp() % 2) warp_mma<T, 16, 8, 64, NT>(inside[level % 2], tile, ld, tile + 16 * ld, ld);
     }
 
     // q, k: rows 16.. of the chunk, decayed from the start of their block. columns: 16 rows of k for each pair of blocks,
@@ -130,40 +130,39 @@ template <class T, int C> struct IntraProducts {
     VK_DEVICE void add_below(const T* q, const T* k, const T* columns, int ld) {
 #pragma unroll
         for (int i = 0; i < share; ++i) {
-            const int unit = share * warp() + i, pair = unit / 2;
-            if (unit >= 2 * pairs) continue;
+            const int unit = share * warp() + i, pair = unit / 4;
+            if (unit >= 4 * pairs) continue;
             const int a = column_block(pair) + distance(pair);
-            warp_mma<T, 16, 16, 64, NT>(below[i], (unit % 2 ? k : q) + 16 * (a - 1) * ld, ld, columns + 16 * pair * ld, ld);
+            warp_mma<T, 16, 8, 64, NT>(below[i], (unit / 2 % 2 ? k : q) + 16 * (a - 1) * ld, ld,
+                                       columns + (16 * pair + 8 * (unit % 2)) * ld, ld);
         }
     }
 
-    // aqk(i, j, x, y) and l(i, j, x, y) for elements (i, j), (i, j + 1) with even j; `one` versions for single elements.
+    // aqk(i, j, x), l(i, j, x) for every element up to the diagonal, each by one lane.
     template <class Aqk, class L> VK_DEVICE void store(Aqk aqk, L l) {
-        const int g = lane() / 4;
-        if (warp() < blocks) {
-            const int row = 16 * warp();
+        const int g = lane() / 4, row = 16 * (warp() / 2);
 #pragma unroll
-            for (int level = 0; level < 4; ++level) {
-                const int s = 1 << level;
+        for (int n = 0; n < 2; ++n) {
+            const int s = 1 << (2 * (warp() % 2) + n);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int j = frag_col(lane(), i);  // elements 0, 1 belong to Aqk, 2, 3 to L
-                    if (g / s != j / s) continue;
-                    const int r = row + g + (g / s + 1) * s, c = row + j + j / s * s;
-                    if (i < 2) aqk(r, c, inside[level][0][0][i]);
-                    else l(r, c, inside[level][0][0][i]);
-                }
+            for (int i = 0; i < 4; ++i) {
+                const int j = frag_col(lane(), i);  // elements 0, 1 belong to Aqk, 2, 3 to L
+                if (g / s != j / s) continue;
+                const int r = row + g + (g / s + 1) * s, c = row + j + j / s * s;
+                if (i < 2) aqk(r, c, inside[n][0][0][i]);
+                else l(r, c, inside[n][0][0][i]);
             }
-            if (lane() % 2 == 0) aqk(row + lane() / 2, row + lane() / 2, diagonal);
         }
+        if (lane() % 4 == 0) aqk(8 * warp() + g, 8 * warp() + g, diagonal);
 #pragma unroll
         for (int u = 0; u < share; ++u) {
-            const int unit = share * warp() + u, pair = unit / 2;
-            if (unit >= 2 * pairs) continue;
+            const int unit = share * warp() + u, pair = unit / 4;
+            if (unit >= 4 * pairs) continue;
             const int column = 16 * column_block(pair), row = column + 16 * distance(pair);
             for_each_acc(below[u], [&](int i, int j, float& x) {
-                if (unit % 2) l(row + i, column + j, x);
-                else aqk(row + i, column + j, x);
+                j += column + 8 * (unit % 2);
+                if (unit / 2 % 2) l(row + i, j, x);
+                else aqk(row + i, j, x);
             });
         }
     }
@@ -171,14 +170,14 @@ template <class T, int C> struct IntraProducts {
 
 template <bool Gated, class T, int C> struct Intra { using type = IntraProducts<T, C>; };
 
-// Without a gate the operands are q and k themselves, exact in T: whole rows of blocks, every fourth one to a warp.
+// Without a gate the operands are q and k themselves, exact in T: an equal share of all 16x8 products to each warp.
 template <class T, int C> struct PlainProducts {
-    static constexpr int blocks = C / 16, units = blocks * (blocks + 1), share = ceil_div(units, 4);
-    float block[share][1][2][4];
+    static constexpr int blocks = C / 16, units = 2 * blocks * (blocks + 1), warps = C / 8, share = ceil_div(units, warps);
+    float part[share][1][1][4];
 
     VK_DEVICE void clear() {
 #pragma unroll
-        for (int i = 0; i < share; ++i) vk::clear(block[i]);
+        for (int i = 0; i < share; ++i) vk::clear(part[i]);
     }
     static VK_DEVICE constexpr int row_block(int pair) { return pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3; }
     static VK_DEVICE constexpr int column_block(int pair) { return pair - row_block(pair) * (row_block(pair) + 1) / 2; }
@@ -186,21 +185,21 @@ template <class T, int C> struct PlainProducts {
     VK_DEVICE void add(const T* q, const T* k, int ld) {
 #pragma unroll
         for (int i = 0; i < share; ++i) {
-            const int unit = share * warp() + i, pair = unit / 2;
+            const int unit = share * warp() + i, pair = unit / 4;
             if (unit >= units) continue;
-            warp_mma<T, 16, 16, 64, NT>(block[i], (unit % 2 ? k : q) + 16 * row_block(pair) * ld, ld,
-                                        k + 16 * column_block(pair) * ld, ld);
+            warp_mma<T, 16, 8, 64, NT>(part[i], (unit / 2 % 2 ? k : q) + 16 * row_block(pair) * ld, ld,
+                                       k + (16 * column_block(pair) + 8 * (unit % 2)) * ld, ld);
         }
     }
     template <class Aqk, class L> VK_DEVICE void store(Aqk aqk, L l) {
 #pragma unroll
         for (int u = 0; u < share; ++u) {
-            const int unit = share * warp() + u, pair = unit / 2;
+            const int unit = share * warp() + u, pair = unit / 4;
             if (unit >= units) continue;
-            for_each_acc(block[u], [&](int i, int j, float& x) {
-                const int r = 16 * row_block(pair) + i, c = 16 * column_block(pair) + j;
-                if (unit % 2 == 0 && c <= r) aqk(r, c, x);
-                if (unit % 2 == 1 && c < r) l(r, c, x);
+            for_each_acc(part[u], [&](int i, int j, float& x) {
+                const int r = 16 * row_block(pair) + i, c = 16 * column_block(pair) + 8 * (unit % 2) + j;
+                if (unit / 2 % 2 == 0 && c <= r) aqk(r, c, x);
+                if (unit / 2 % 2 == 1 && c < r) l(r, c, x);
             });
         }
     }

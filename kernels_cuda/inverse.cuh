@@ -93,7 +93,7 @@ template <int blocks> VK_DEVICE void float_column(float* A, const float* M, int 
     }
 }
 
-// All 128 threads. M, A: C x C of pitch `ld`, a multiple of 4. Of M only what is below the diagonal is read. Inside the blocks
+// All C / 16 first warps at least. M, A: C x C of pitch `ld`, a multiple of 4. Of M only what is below the diagonal is read. Inside the blocks
 // on the diagonal the upper triangle of A becomes 0; blocks above the diagonal are undefined. Ends without a barrier.
 template <class T, int C> VK_DEVICE void invert(float* A, const float* M, int ld) {
     constexpr int blocks = C / 16;

@@ -26,23 +26,20 @@ template <class T> VK_DEVICE Pair<T> round_pair(float x, float y) {
 }
 template <class T> VK_DEVICE Pair<T> zero_pair() { return round_pair<T>(0.f, 0.f); }
 
-template <class T> VK_DEVICE bool pair_aligned(const void* p) { return (reinterpret_cast<u64>(p) & (2 * sizeof(T) - 1)) == 0; }
-
-// The first `count` (any number) of two elements at p, the rest zero; `aligned`: p is pair_aligned, so one access does.
-template <class T> VK_DEVICE Pair<T> load_pair(const T* p, int count, bool aligned) {
-    if (count <= 0) return zero_pair<T>();
-    if (aligned && count > 1) return *reinterpret_cast<const Pair<T>*>(p);
-    return round_pair<T>(to_float(p[0]), count > 1 ? to_float(p[1]) : 0.f);
+// The first `count` (any number) of two elements at p, the rest zero. Even: p is aligned to two elements and count is even,
+// so that one access does.
+template <bool Even, class T> VK_DEVICE Pair<T> load_pair(const T* p, int count) {
+    if constexpr (Even) return count > 0 ? *reinterpret_cast<const Pair<T>*>(p) : zero_pair<T>();
+    else return round_pair<T>(count > 0 ? to_float(p[0]) : 0.f, count > 1 ? to_float(p[1]) : 0.f);
 }
-template <class T> VK_DEVICE void store_pair(T* p, const Pair<T>& x, int count, bool aligned) {
-    if (count <= 0) return;
-    if (aligned && count > 1) {
-        *reinterpret_cast<Pair<T>*>(p) = x;
-        return;
+template <bool Even, class T> VK_DEVICE void store_pair(T* p, const Pair<T>& x, int count) {
+    if constexpr (Even) {
+        if (count > 0) *reinterpret_cast<Pair<T>*>(p) = x;
+    } else {
+        const pair32 y = unpack<T>(x);
+        if (count > 0) p[0] = from_float<T>(y.x);
+        if (count > 1) p[1] = from_float<T>(y.y);
     }
-    const pair32 y = unpack<T>(x);
-    p[0] = from_float<T>(y.x);
-    if (count > 1) p[1] = from_float<T>(y.y);
 }
 
 }  // namespace vk

@@ -282,11 +282,23 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
     "a block between is forgotten": [("prepare.cu", "gap[d][j] = exp2(after[j])", "gap[d][j] = 1.f")],
     "inverse without its last sum": [("inverse.cuh", "for (int e = 0; e < d; ++e)", "for (int e = 0; e < 1; ++e)")],
     "decay of the state left out": [("state.cu", "x *= fall[row];", "x *= 1.f;")],
-    "total of another channel": [("prepare.cu", "total[64 * block] = sum[0];", "total[64 * block] = sum[1];")],
+    "total of another channel": [("prepare.cu", "total[64 * group] = sum[0];", "total[64 * group] = sum[1];")],
     "anchor at a later row": [
-        ("intra.cuh", "ld, q[i], x.value(), y.value())", "ld, q[i], x.value() / fall[15][0], y.value())"),
-        ("intra.cuh", "(row + 8) * ld, k[i], x.value(),", "(row + 8) * ld, k[i], x.value() / fall[15][0],"),
-        ("intra.cuh", "(row + 16) * ld, k[i], x.value(),", "(row + 16) * ld, k[i], x.value() * fall[15][0],"),
+        (
+            "intra.cuh",
+            "ld, q[i], x.value(), y.value())",
+            "ld, q[i], x.value() / (s < 8 ? fall[7][0] : 1.f), y.value())",
+        ),
+        (
+            "intra.cuh",
+            "(row + 8) * ld, k[i], x.value(),",
+            "(row + 8) * ld, k[i], x.value() / (s < 8 ? fall[7][0] : 1.f),",
+        ),
+        (
+            "intra.cuh",
+            "(row + 16) * ld, k[i], x.value(),",
+            "(row + 16) * ld, k[i], x.value() * (s < 8 ? fall[7][0] : 1.f),",
+        ),
     ],
 }
 
