@@ -155,7 +155,7 @@ def gradient_shared(dtype: str, chunk: int) -> int:
     triangle = parts * 16 * blocks * (8 * (blocks + 1) + pad) * size
     region = max(2 * parts * chunk * tile, chunk // 8 * 16 * 40 * 4, parts * 2 * 64 * tile)
     inputs = 2 * chunk * tile if size == 2 else 0
-    return 2 * triangle + region + inputs + 4 * (chunk * 68 + 3 * blocks * 64 + 64 + 3 * chunk)
+    return 2 * triangle + region + inputs + 4 * (chunk * 68 + 3 * blocks * 64 + 64 + chunk + 16)
 
 
 def _beta_changes(call: Forward) -> bool:
@@ -236,7 +236,7 @@ class _Plan:
              _p(self.table.chunks), _p(self.table.first_chunk), _p(dU), _p(dS), _p(dh0),
              _i(c.H if plain else c.HV), _i(c.HV), _i(c.K), _i(c.V), ctypes.c_float(c.scale if plain else 1.0),
              _i(c.state_v_first)],
-            threads=32 * min(8, c.chunk * BV // 128),
+            threads=32 * min(8, c.chunk * BV // 128) + 128,
         )  # fmt: skip
 
     def local(self, do: int, want_dA: bool) -> None:

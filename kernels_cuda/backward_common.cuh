@@ -1,5 +1,5 @@
-// What the backward kernels share: where warps stand in a C x 64 tile, fragments to and from global memory, and
-// products of operands that must not be rounded to 16 bits.
+// What the backward kernels share: where warps stand in a C x 64 tile, fragments to and from memory, decays of a slice of
+// channels, sums over the rows of a fragment.
 #pragma once
 #include "chunks.cuh"
 #include "gate.cuh"
@@ -120,112 +120,6 @@ template <class T> VK_DEVICE void load2(const T* p, float& x, float& y) {
     else {
         const pair32 both = *reinterpret_cast<const pair32*>(p);
         x = both.x, y = both.y;
-    }
-}
-
-// ---- operands kept to float32 precision ------------------------------------------------------------------------------
-// Anchored operands, dAqk and X must not lose bits to the 16-bit storage type. Float keeps them as they are; for 16-bit
-// calls x = hi + lo in bf16 (float's range, relative error 2^-17), and a product is hi hi + hi lo + lo hi.
-
-template <class T> struct Wide {  // 16-bit
-    using E = bf16;
-    static constexpr int parts = 2;
-};
-template <> struct Wide<float> {
-    using E = float;
-    static constexpr int parts = 1;
-};
-
-VK_DEVICE void split2(u32& hi, u32& lo, float x, float y) {
-    hi = bf16x2_round(x, y);
-    lo = bf16x2_round(x - as_float(hi << 16), y - as_float(hi & 0xffff0000u));
-}
-
-// Rows x Columns wide elements; 16-bit calls have a second plane with the low parts.
-template <class T, int Rows, int Columns> struct WideTile {
-    using E = typename Wide<T>::E;
-    static constexpr int ld = pitch<E>(Columns), plane = Rows * ld;
-    static constexpr int bytes = Wide<T>::parts * plane * int(sizeof(E));
-    E* p;
-    // Eight (16-bit) or four (float) neighbours, column c a multiple of as many.
-    VK_DEVICE void set_piece(int r, int c, const float (&x)[vec<T>]) const {
-        E* const q = p + r * ld + c;
-        u128 hi, lo;
-        if constexpr (is_16bit<T>) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) split2(hi.w[i], lo.w[i], x[2 * i], x[2 * i + 1]);
-            st128(q + plane, lo);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) hi.w[i] = as_u32(x[i]);
-        }
-        st128(q, hi);
-    }
-};
-
-// Lower triangle of a C x C matrix in blocks of 16: block row I holds I + 1 blocks, with a pitch of its own.
-template <class T, int C> struct WideTriangle {
-    using E = typename Wide<T>::E;
-    static constexpr int pad = vec<E>, blocks = C / 16;
-    static constexpr int plane = 16 * blocks * (8 * (blocks + 1) + pad);
-    static constexpr int bytes = Wide<T>::parts * plane * int(sizeof(E));
-    E* p;
-    static VK_DEVICE int ld(int I) { return 16 * (I + 1) + pad; }
-    VK_DEVICE E* at(int I, int r, int c) const { return p + 16 * I * (8 * (I + 1) + pad) + r * ld(I) + c; }
-    VK_DEVICE void set2(int I, int r, int c, float x, float y) const {  // row 16I + r, columns c, c + 1
-        E* const q = at(I, r, c);
-        if constexpr (is_16bit<T>) {
-            u32 hi, lo;
-            split2(hi, lo, x, y);
-            *reinterpret_cast<u32*>(q) = hi;
-            *reinterpret_cast<u32*>(q + plane) = lo;
-        } else {
-            q[0] = x;
-            q[1] = y;
-        }
-    }
-    // In place of diagonal block I, where products do not read it: 16 x 16 floats, those of column j together.
-    VK_DEVICE float* diagonal(int I, int j, int i) const {
-        E* const row = at(I, j, 16 * I);
-        if constexpr (is_16bit<T>) return reinterpret_cast<float*>(row + i / 8 * plane) + i % 8;
-        else return row + i;
-    }
-};
-
-// One or two products with the same right-hand side: acc_e += block (I, J) of m_e, or its transpose, times 16 rows of x from
-// row br; N columns from column bc.
-template <bool Transposed, int N, class T, int C, int Rows, int E>
-VK_DEVICE void wide_mma(float (&acc)[E][1][N / 8][4], const WideTriangle<T, C> (&m)[E], int I, int J,
-                        const WideTile<T, Rows, 64>& x, int br, int bc) {
-    using X = WideTile<T, Rows, 64>;
-    const int ld = m[0].ld(I);
-    const auto* const b = x.p + br * X::ld + bc;
-    if constexpr (is_16bit<T>) {
-        u32 hi[E][4], lo[E][4];
-#pragma unroll
-        for (int e = 0; e < E; ++e) {
-            load_a<Transposed>(hi[e], m[e].at(I, 0, 16 * J), ld, 0, 0);
-            load_a<Transposed>(lo[e], m[e].at(I, 0, 16 * J) + m[e].plane, ld, 0, 0);
-        }
-#pragma unroll
-        for (int n = 0; n < N / 8; n += 2) {
-            u32 bh[4], bl[4];
-            load_b2<false>(bh, b, X::ld, 0, 8 * n);
-            load_b2<false>(bl, b + X::plane, X::ld, 0, 8 * n);
-#pragma unroll
-            for (int e = 0; e < E; ++e)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const u32 ph[2] = {bh[2 * h], bh[2 * h + 1]}, pl[2] = {bl[2 * h], bl[2 * h + 1]};
-                    mma16816<bf16>(acc[e][0][n + h], lo[e], ph);
-                    mma16816<bf16>(acc[e][0][n + h], hi[e], pl);
-                    mma16816<bf16>(acc[e][0][n + h], hi[e], ph);
-                }
-        }
-    } else {
-#pragma unroll
-        for (int e = 0; e < E; ++e)
-            warp_mma<float, 16, N, 16, Transposed ? TN : NN>(acc[e], m[e].at(I, 0, 16 * J), ld, b, X::ld);
     }
 }
 

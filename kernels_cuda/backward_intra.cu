@@ -19,9 +19,16 @@
 //
 // so that a running sum decays by exp(total_b) as it passes block b; inside a diagonal block pair by pair with running
 // products of single decays. Nothing depends on a token after i or on the length of the tail.
-#include "backward_common.cuh"
+#include "backward_wide.cuh"
 
 namespace vk {
+
+constexpr float no_decay_left = -150.f;  // what a cut decay, strongest_decay, is below by more than any rounding
+
+// Offsets of this chunk's first row: kept in shared memory, because registers are short.
+struct Start {
+    i64 q, k, v, square, state;
+};
 
 template <class T, int C> struct GradientShape {
     static constexpr int ld = pitch<T>(64), tile = 64 * ld, ldc = 68;
@@ -32,39 +39,9 @@ template <class T, int C> struct GradientShape {
     static constexpr int region = max(max(2 * operand, C / 8 * scratch * 4), stages * pair);
     static constexpr int inputs = is_16bit<T> ? 2 * C * ld * int(sizeof(T)) : 0;  // tiles of q and k, where there is room
     static constexpr int blocks = C / 16;
-    static constexpr int floats = C * ldc + 3 * blocks * 64 + 64 + 3 * C;
+    static constexpr int floats = C * ldc + 3 * blocks * 64 + 64 + C + 16;
     static constexpr int bytes = 2 * triangle + region + inputs + 4 * floats;
 };
-
-// Rows of q or k: of a tile that is zero outside, or of a tensor.
-template <class T> struct TileRows {
-    const T* p;
-    int ld;
-    VK_DEVICE void pair(int r, int c, float& x, float& y) const {
-        unpack2<T>(*reinterpret_cast<const u32*>(p + r * ld + c), x, y);
-    }
-    VK_DEVICE float at(int r, int c) const { return to_float(p[r * ld + c]); }
-    VK_DEVICE u128 piece(int r, int c) const { return ld128(p + r * ld + c); }
-};
-template <class T> struct TensorRows {
-    const T* p;
-    int stride, rows, columns;
-    VK_DEVICE float at(int r, int c) const { return r < rows && c < columns ? to_float(p[r * stride + c]) : 0.f; }
-    VK_DEVICE void pair(int r, int c, float& x, float& y) const { x = at(r, c), y = at(r, c + 1); }
-    VK_DEVICE u128 piece(int r, int c) const { return load_piece(p + r * stride + c, r < rows ? columns - c : 0); }
-};
-
-// acc *= table[column] for a warp that stands at `column`.
-template <int E, int NT_> VK_DEVICE void decay_columns(float (&acc)[E][1][NT_][4], const float* table, int column) {
-#pragma unroll
-    for (int n = 0; n < NT_; ++n) {
-        const pair32 fall = *reinterpret_cast<const pair32*>(table + column + 8 * n + 2 * (lane() % 4));
-#pragma unroll
-        for (int e = 0; e < E; ++e)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[e][0][n][i] *= i % 2 ? fall.y : fall.x;
-    }
-}
 
 // A, dW, Vnew, dO, v, gate, beta as in backward_local; S, dS [chunks,HV,K,V]; q, k [tokens,H,K], after the norm; dAqk, X
 // float [tokens,HV,C]. Out, per value head: dq, dk, dg [tokens,HV,K], rounded to T, or in float where the wide pointer is
@@ -93,8 +70,9 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
     float* const before = pass + NB * 64;      // product of exp(total) over the blocks before b
     float* const after = before + NB * 64;     // and after b
     float* const carried = after + NB * 64;    // rowsum(S * dS) exp gC [64]
-    float* const sums = carried + 64;          // [2][C]
-    float* const sb = sums + 2 * C;            // beta [C]
+    float* const sb = carried + 64;            // beta [C]
+    Start* const start = reinterpret_cast<Start*>(sb + C);
+    float* const sums = reinterpret_cast<float*>(region);     // [2][C], at the end
     float* const total_g = reinterpret_cast<float*>(region);  // sums over rows of a block [block][64], at the end
     float* const total_k = total_g + NB * 64;
 
@@ -104,29 +82,61 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
     const Place<C> at;
     const int l = lane(), I0 = at.row / 16, col0 = at.column + 2 * (l % 4);
     const int strideK = HV * K, strideV = HV * V, strideC = HV * C, strideQ = H * K;
-    const i64 tokenV = c.token * strideV + i64(head) * V, tokenK = c.token * strideK + i64(head) * K;
-    const i64 tokenC = c.token * strideC + i64(head) * C, tokenQ = c.token * strideQ + i64(head / (HV / H)) * K;
-    const i64 tokenB = c.token * HV + head, state = (i64(chunk) * HV + head) * K * V;
+    if (tid() == 0)
+        *start = {c.token * strideQ + i64(head / (HV / H)) * K, c.token * strideK + i64(head) * K,
+                  c.token * strideV + i64(head) * V, c.token * strideC + i64(head) * C, (i64(chunk) * HV + head) * K * V};
+    if (tid() < C) sb[tid()] = tid() < c.rows ? beta[(c.token + tid()) * HV + head] : 0.f;
+    sync();
 
-    if (tid() < C) sb[tid()] = tid() < c.rows ? beta[tokenB + i64(tid()) * HV] : 0.f;
-#pragma unroll 1
-    for (int p = tid(); p < NB * NB * 64; p += threads) {
-        const int I = p / 64 / NB, J = p / 64 % NB, r = p % 64 / 4, j = p % 4 * 4;
-        if (J > I) continue;
-        u128 x[2] = {{{0, 0, 0, 0}}, {{0, 0, 0, 0}}};
-        if (16 * I + r < c.rows) {
-            const i64 from = tokenC + (16 * I + r) * strideC + 16 * J + j;
-            x[0] = ld128(dAqk + from);
-            x[1] = ld128(X + from);
+    // Tiles of q, k and what the gate has, of the slice from k0. g waits in the region, beyond the totals of the slice before.
+    unsigned char* const sg = region + 4096;
+    auto load_inputs = [&](int k0) {
+        if constexpr (is_16bit<T>) {
+            load_tile<T, C, 64>(sk, ld, k + start->q + k0, strideQ, c.rows, K - k0, tid(), threads);
+            load_tile<T, C, 64>(sq, ld, q + start->q + k0, strideQ, c.rows, K - k0, tid(), threads);
+        }
+        if constexpr (Gated) {
+            const i64 from = start->k + k0;
+            if (gate.g_is_float)
+                load_tile<float, C, 64>(reinterpret_cast<float*>(sg), ldc, static_cast<const float*>(gate.g) + from, strideK,
+                                        c.rows, K - k0, tid(), threads);
+            else
+                load_tile<T, C, 64>(reinterpret_cast<T*>(sg), ld, static_cast<const T*>(gate.g) + from, strideK, c.rows, K - k0,
+                                    tid(), threads);
+        }
+        cp_async_commit();
+    };
+    load_inputs(0);
+
+    {  // four neighbours of a row of dAqk and of X for each thread and step, all loaded before the first is used
+        constexpr int steps = NB * NB * 64 / threads;
+        u128 x[steps][2];
+#pragma unroll
+        for (int i = 0; i < steps; ++i) {
+            const int p = tid() + i * threads, I = p / 64 / NB, J = p / 64 % NB, r = 16 * I + p % 64 / 4;
+            x[i][0] = x[i][1] = u128{{0, 0, 0, 0}};
+            if (J <= I && r < c.rows) {
+                const i64 from = start->square + r * strideC + 16 * J + p % 4 * 4;
+                x[i][0] = ld128(dAqk + from);
+                x[i][1] = ld128(X + from);
+            }
         }
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            if (Gated && I == J) {
+        for (int i = 0; i < steps; ++i) {
+            const int p = tid() + i * threads, I = p / 64 / NB, J = p / 64 % NB, r = p % 64 / 4, j = p % 4 * 4;
+            if (J > I) continue;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) *m[e].diagonal(I, j + i, r) = as_float(x[e].w[i]);
-            } else {
+            for (int e = 0; e < 2; ++e) {
+                float y[4];
 #pragma unroll
-                for (int i = 0; i < 4; i += 2) m[e].set2(I, r, 16 * J + j + i, as_float(x[e].w[i]), as_float(x[e].w[i + 1]));
+                for (int h = 0; h < 4; ++h) y[h] = as_float(x[i][e].w[h]);
+                if (Gated && I == J) {
+#pragma unroll
+                    for (int h = 0; h < 4; ++h) *m[e].diagonal(I, j + h, r) = y[h];
+                } else {
+                    m[e].set2(I, r, 16 * J + j, y[0], y[1]);
+                    m[e].set2(I, r, 16 * J + j + 2, y[2], y[3]);
+                }
             }
         }
     }
@@ -135,24 +145,21 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 #pragma unroll 1
     for (int k0 = 0; k0 < K; k0 += 64) {
         const int channels = K - k0;
-        sync();  // the slice before is read
-        auto rows_of = [&](const T* x, T* tile) {
-            if constexpr (is_16bit<T>) {
-                load_tile<T, C, 64>(tile, ld, x + tokenQ + k0, strideQ, c.rows, channels, tid(), threads);
-                return TileRows<T>{tile, ld};
-            } else {
-                return TensorRows<T>{x + tokenQ + k0, strideQ, c.rows, channels};
-            }
+        auto rows_of = [&](const T* x, T* tile) -> SourceRows<T> {
+            if constexpr (is_16bit<T>) return {tile, ld};
+            else return {x + start->q + k0, strideQ, c.rows, channels};
         };
-        const auto Kr = rows_of(k, sk), Qr = rows_of(q, sq);  // Q without scale
-        cp_async_commit();
+        const SourceRows<T> Kr = rows_of(k, sk), Qr = rows_of(q, sq);  // Q without scale
+        cp_async_wait<0>();
+        sync();  // inputs are there, the slice before is read
         if constexpr (Gated) {
             float g[16];
-            load_gate<T>(g, gate, tokenK, strideK, c.rows, k0, K);
+            const int at_g = tid() / 64 * 16, d = tid() % 64;
+            if (gate.g_is_float) load_column(g, reinterpret_cast<const float*>(sg) + at_g * ldc + d, ldc, 16);
+            else load_column(g, reinterpret_cast<const T*>(sg) + at_g * ld + d, ld, 16);
             local_sums<T>(sc, ldc, g, gate, head, c.rows, k0, K);
+            sync();
         }
-        cp_async_wait<0>();
-        sync();
 
         float aQ[1][NT_][4], aK[1][NT_][4], aG[1][NT_][4];
         clear(aQ);  // dQi
@@ -172,28 +179,9 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             }
             // Diagonal block, one lane per channel, then through scratch into fragments.
             float* const scratch = reinterpret_cast<float*>(region) + L::scratch * warp();
-            const int d = at.column + l;
-            float Qc[16], Kb[16], e[16], di[16], le[16], ri[16];
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const float* const s = sc + (at.row + i) * ldc + d;
-                Qc[i] = scale * Qr.at(at.row + i, d), Kb[i] = sb[at.row + i] * Kr.at(at.row + i, d);
-                e[i] = i > 0 ? exp2_flush(s[0] - s[-ldc]) : 1.f;
-                di[i] = le[i] = ri[i] = 0.f;
-            }
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                float kE = Kr.at(at.row + j, d), E = 1.f;
-#pragma unroll
-                for (int i = j + 1; i < 16; ++i) {
-                    const float a = *m[0].diagonal(I0, j, i), x = *m[1].diagonal(I0, j, i);
-                    kE *= e[i];
-                    E *= e[i];
-                    di[i] = fma(a, kE, di[i]);
-                    le[i] = fma(x, kE, le[i]);
-                    ri[j] = fma(E, fma(a, Qc[i], x * Kb[i]), ri[j]);
-                }
-            }
+            float di[16], le[16], ri[16];
+            diagonal_pairs<T, C>(di, le, ri, m, I0, Kr, Qr, at.column + l, scale, sb + at.row,
+                                 sc + at.row * ldc + at.column + l, ldc);
             auto to_fragments = [&](const float (&x)[16], float (&acc)[1][NT_][4]) {
 #pragma unroll
                 for (int i = 0; i < 16; ++i) scratch[i * L::ld_scratch + l] = x[i];
@@ -222,22 +210,23 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             op0.set_piece(r, d, y);
         }
         sync();
-        float both[2][1][NT_][4];
-        clear(both[0]);
-        clear(both[1]);
-#pragma unroll 1
-        for (int J = 0; J < I0 + !Gated; ++J) {
-            if (Gated && J > 0) decay_columns(both, pass + J * 64, at.column);
-            wide_mma<false, W_>(both, m, I0, J, op0, 16 * J, at.column);
-        }
-        each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
 #pragma unroll
-            for (int j = i; j < i + 2; ++j) {
-                const float up = Gated ? exp2_flush(sc[r * ldc + col + j - i]) : 1.f;
-                aQ[0][n][j] = fma(both[0][0][n][j], up, aQ[0][n][j]);
-                aK[0][n][j] = fma(both[1][0][n][j], up, aK[0][n][j]);
+        for (int e = 0; e < 2; ++e) {
+            const Triangle one[1] = {m[e]};
+            float sum[1][1][NT_][4];
+            clear(sum[0]);
+#pragma unroll 1
+            for (int J = 0; J < I0 + !Gated; ++J) {
+                if (Gated && J > 0) decay_columns(sum, pass + J * 64, at.column);
+                wide_mma<false, W_>(sum, one, I0, J, op0, 16 * J, at.column);
             }
-        });
+            each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
+                float(&to)[4] = e == 0 ? aQ[0][n] : aK[0][n];
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    to[i + j] = fma(sum[0][0][n][i + j], Gated ? exp2_flush(sc[r * ldc + col + j]) : 1.f, to[i + j]);
+            });
+        }
 
         // Columns of a block from the rows of blocks after it. Operands: Q and beta K decayed from the start of their block.
         sync();
@@ -290,12 +279,12 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         auto load = [&](int i) {
             T* const to = reinterpret_cast<T*>(region + i % L::stages * L::pair);
             if (i == 0) {
-                load_tile<T, C, C>(to, ld, A + tokenC, strideC, c.rows, C, tid(), threads);
-                load_tile<T, C, 64>(to + L::tile, ld, dW + tokenK + k0, strideK, c.rows, channels, tid(), threads);
+                load_tile<T, C, C>(to, ld, A + start->square, strideC, c.rows, C, tid(), threads);
+                load_tile<T, C, 64>(to + L::tile, ld, dW + start->k + k0, strideK, c.rows, channels, tid(), threads);
             } else if (i <= 2 * slices) {
                 const int v0 = (i - 1) % slices * 64;
-                load_tile<T, C, 64>(to, ld, (i <= slices ? dO : Vnew) + tokenV + v0, strideV, c.rows, V - v0, tid(), threads);
-                load_tile<T, 64, 64>(to + L::tile, ld, (i <= slices ? S : dS) + state + i64(k0) * V + v0, V, channels, V - v0,
+                load_tile<T, C, 64>(to, ld, (i <= slices ? dO : Vnew) + start->v + v0, strideV, c.rows, V - v0, tid(), threads);
+                load_tile<T, 64, 64>(to + L::tile, ld, (i <= slices ? S : dS) + start->state + i64(k0) * V + v0, V, channels, V - v0,
                                      tid(), threads);
             }
             cp_async_commit();
@@ -355,7 +344,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 dQ = scale * (dQ + y);
             }
         });
-        const i64 out = tokenK + at.row * strideK + k0 + at.column;
+        const i64 out = start->k + at.row * strideK + k0 + at.column;
         const int rows = c.rows - at.row, columns = channels - at.column;
         if (dq_wide) store_fragment<float>(dq_wide + out, strideK, aQ, rows, columns);
         else store_fragment<T>(dq + out, strideK, aQ, rows, columns);
@@ -365,19 +354,23 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         float dot = 0.f;
 #pragma unroll 1
         for (int s = 0; s < slices; ++s) {
+            constexpr int part = 64 / share;
+            const int d = tid() / share, v0 = tid() % share * part, count = d < channels ? V - s * 64 - v0 : 0;
+            u128 from_S[part / vec<T>];
+            if constexpr (Gated)
+#pragma unroll
+                for (int i = 0; i < part; i += vec<T>)
+                    from_S[i / vec<T>] = load_piece(S + start->state + i64(k0 + d) * V + s * 64 + v0 + i, count - i);
             x = pair();
             warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld);
-            if constexpr (Gated) {
-                constexpr int part = 64 / share;
-                const int d = tid() / share, v0 = tid() % share * part, count = d < channels ? V - s * 64 - v0 : 0;
-                const T* const from = S + state + i64(k0 + d) * V + s * 64 + v0;
+            if constexpr (Gated)
 #pragma unroll
                 for (int i = 0; i < part; i += vec<T>) {
-                    const u128 y = load_piece(from + i, count - i), z = ld128(x + L::tile + d * ld + v0 + i);
+                    const u128 z = ld128(x + L::tile + d * ld + v0 + i);
 #pragma unroll
-                    for (int j = 0; j < vec<T>; ++j) dot = fma(to_float(get<T>(y, j)), to_float(get<T>(z, j)), dot);
+                    for (int j = 0; j < vec<T>; ++j)
+                        dot = fma(to_float(get<T>(from_S[i / vec<T>], j)), to_float(get<T>(z, j)), dot);
                 }
-            }
         }
         each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
             float Kc[2];
@@ -401,7 +394,10 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 const int d = tid() / share;
                 carried[d] = dot * before[(NB - 1) * 64 + d] * pass[(NB - 1) * 64 + d];
             }
-            sync();  // the last tiles are read; their place takes the totals
+        }
+        sync();  // the last tiles are read; their place takes the totals and g of the next slice
+        if (k0 + 64 < K) load_inputs(k0 + 64);
+        if constexpr (Gated) {
 #pragma unroll
             for (int n = 0; n < NT_; ++n)
 #pragma unroll
@@ -429,7 +425,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                     const float decay = sc[r * ldc + col + j] - (r % 16 ? sc[(r - 1) * ldc + col + j] : 0.f);
                     const float sum = (aG[0][n][i + j] + total_g[I0 * 64 + col + j]) +
                                       (acc[0][n][i + j] + total_k[I0 * 64 + col + j]);
-                    aG[0][n][i + j] = decay > strongest_decay ? sum : 0.f;
+                    aG[0][n][i + j] = decay > no_decay_left ? sum : 0.f;
                 }
             });
             if (dg_wide) store_fragment<float>(dg_wide + out, strideK, aG, rows, columns);
@@ -437,6 +433,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         }
     }
 
+    sync();  // the totals are read; their place takes the sums
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         db[i] += shfl_xor(db[i], 1);
@@ -445,7 +442,8 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
     }
     sync();
     if (tid() < c.rows) {
-        dbeta[tokenB + i64(tid()) * HV] = dbeta_v[tokenB + i64(tid()) * HV] + (sums[tid()] + sums[C + tid()]);
+        const i64 to = (c.token + tid()) * HV + head;
+        dbeta[to] = dbeta_v[to] + (sums[tid()] + sums[C + tid()]);
     }
 }
 

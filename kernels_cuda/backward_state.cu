@@ -6,7 +6,8 @@
 // dS runs in float32 in the accumulators of the second line; products read its copy rounded to T, which is also what is
 // kept per chunk. Tiles come through a ring of R buffers, R - 1 stages ahead: for each chunk NS stages with a slice of Kg
 // (the first one with Aqk and dO too), then NS stages with a slice of Qg and W. A stage begins with the one barrier that
-// makes its tiles visible, frees the buffer of the stage before, and hands dU and the copy of dS to their readers.
+// makes its tiles visible, frees the buffer of the stage before, and hands dU and the copy of dS to their readers. Four warps
+// of their own move tiles, so that the chain from dS to dS_prev is products and barriers alone.
 #include "backward_common.cuh"
 
 namespace vk {
@@ -16,7 +17,8 @@ template <class T, int C, int KP, int BV, int R> struct ReverseShape {
     static constexpr int NS = KP / KS;
     static_assert(KP % KS == 0 && C <= KS && BV * C >= 512, "warp tiles are whole fragments");
     static constexpr int ld = pitch<T>(KS), lda = pitch<T>(C), ldv = pitch<T>(BV);
-    static constexpr int warps = C * BV / 128 < 8 ? C * BV / 128 : 8, threads = 32 * warps;
+    static constexpr int warps = C * BV / 128 < 8 ? C * BV / 128 : 8;  // that multiply
+    static constexpr int movers = 128, threads = 32 * warps + movers;
     static constexpr int width = C * BV / (16 * warps);  // columns of one warp, which has 16 rows, in a C x BV product
     static constexpr int row_groups = warps < KS / 16 ? warps : KS / 16;  // a slice of dS: rows / row_groups times
     static constexpr int rows = KS / row_groups;                          // columns / (warps / row_groups) for each warp
@@ -24,6 +26,16 @@ template <class T, int C, int KP, int BV, int R> struct ReverseShape {
     static constexpr int tile = C * ld, buffer = 2 * tile, slice = C * ldv, copy = KP * ldv;
     static constexpr int bytes = int(sizeof(T)) * (R * buffer + 3 * slice + copy) + R * KS * 4;
 };
+
+// acc += factor x.
+template <int MT, int NT_> VK_DEVICE void add(float (&acc)[MT][NT_][4], const float (&x)[MT][NT_][4], float factor) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < NT_; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[m][n][i] = fma(factor, x[m][n][i], acc[m][n][i]);
+}
 
 // W [tokens,HV,K], Aqk [tokens,HV,C] (zero above the diagonal), dO [tokens,HV,V], decay = exp gC [chunks,HV,K]; Kg, Qg
 // [tokens,Hk,K], where value head i reads head i / (HV / Hk): without a gate they are k and q themselves, and q_scale
@@ -37,10 +49,10 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     VK_DYN_SHARED(shared);
     using L = ReverseShape<T, C, KP, BV, R>;
     constexpr int KS = L::KS, NS = L::NS, ld = L::ld, ldv = L::ldv, lda = L::lda, stages = 2 * NS;
-    constexpr int width = L::width, threads = L::threads, MT = L::rows / 16, NT_ = L::columns / 8;
+    constexpr int width = L::width, MT = L::rows / 16, NT_ = L::columns / 8;
     T* const ring = reinterpret_cast<T*>(shared);
     T* const sO = ring + R * L::buffer;           // dO, two buffers: this chunk's and the next one's
-    T* const sU = sO + 2 * L::slice;              // -dU
+    T* const sU = sO + 2 * L::slice;
     T* const sS = sU + L::slice;
     float* const sdecay = reinterpret_cast<float*>(sS + L::copy);
 
@@ -51,6 +63,7 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     const int strideK = HV * K, strideV = HV * V, strideC = HV * C, strideQ = Hk * K;
     const i64 offsetK = i64(head) * K, offsetV = i64(head) * V + v0, offsetC = i64(head) * C;
     const i64 offsetQ = i64(head / (HV / Hk)) * K;
+    const int mover = tid() - 32 * L::warps;  // number of a thread that moves tiles, else negative
     const int r0 = 16 * (warp() % (C / 16)), c0 = width * (warp() / (C / 16));  // this warp's part of a C x BV product
     const int s0 = L::rows * (warp() % L::row_groups), e0 = L::columns * (warp() / L::row_groups);  // and of a slice of dS
 
@@ -66,20 +79,20 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
             const int s = stage % NS, channels = K - s * KS;
             const i64 fromQ = token * strideQ + offsetQ + s * KS;
             if (stage < NS) {
-                load_tile<T, C, KS>(to, ld, Kg + fromQ, strideQ, rows, channels, tid(), threads);
+                load_tile<T, C, KS>(to, ld, Kg + fromQ, strideQ, rows, channels, mover, L::movers);
                 if (s == 0) {
-                    load_tile<T, C, C>(to + L::tile, lda, Aqk + token * strideC + offsetC, strideC, rows, C, tid(), threads);
+                    load_tile<T, C, C>(to + L::tile, lda, Aqk + token * strideC + offsetC, strideC, rows, C, mover, L::movers);
                     load_tile<T, C, BV>(sO + step % 2 * L::slice, ldv, dO + token * strideV + offsetV, strideV, rows,
-                                        columns, tid(), threads);
+                                        columns, mover, L::movers);
                 }
             } else {
-                load_tile<T, C, KS>(to, ld, Qg + fromQ, strideQ, rows, channels, tid(), threads);
-                load_tile<T, C, KS>(to + L::tile, ld, W + token * strideK + offsetK + s * KS, strideK, rows, channels, tid(),
-                                    threads);
+                load_tile<T, C, KS>(to, ld, Qg + fromQ, strideQ, rows, channels, mover, L::movers);
+                load_tile<T, C, KS>(to + L::tile, ld, W + token * strideK + offsetK + s * KS, strideK, rows, channels, mover,
+                                    L::movers);
                 if constexpr (Gated)
                     load_tile<float, 1, KS>(sdecay + slot * KS, KS,
                                             decay + (i64(first + count - 1 - step) * HV + head) * K + s * KS, 0, 1, channels,
-                                            tid(), threads);
+                                            mover, L::movers);
             }
         }
         cp_async_commit();
@@ -94,26 +107,29 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     auto copy_state = [&](int s) { store_acc<T>(sS + (s * KS + s0) * ldv + e0, ldv, dS[s]); };
 #pragma unroll
     for (int s = 0; s < NS; ++s) {
+        if (mover >= 0) break;
         for_each_acc(dS[s], [&](int row, int column, float& x) {
             x = dht && inside(s, row, column) ? dht[element(s, row, column)] : 0.f;
         });
         copy_state(s);
     }
 
+    if (mover >= 0)
 #pragma unroll
-    for (int n = 0; n < R - 1; ++n) load(n / stages, n % stages, n);
+        for (int n = 0; n < R - 1; ++n) load(n / stages, n % stages, n);
     int slot = 0;  // buffer of the stage at hand
     auto begin_stage = [&](int step, int stage) -> const T* {
         const int mine = slot;
         if constexpr (R == 1) {
             sync();
-            load(step, stage, 0);
+            if (mover >= 0) load(step, stage, 0);
             cp_async_wait<0>();
             sync();
         } else {
-            cp_async_wait<R - 2>();
+            if (mover >= 0) cp_async_wait<R - 2>();
             sync();
-            load(step + (stage + R - 1) / stages, (stage + R - 1) % stages, slot == 0 ? R - 1 : slot - 1);
+            if (mover >= 0)
+                load(step + (stage + R - 1) / stages, (stage + R - 1) % stages, slot == 0 ? R - 1 : slot - 1);
             slot = slot == R - 1 ? 0 : slot + 1;
         }
         return ring + mine * L::buffer;
@@ -128,9 +144,12 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
 #pragma unroll
         for (int s = 0; s < NS; ++s) {
             const T* const tile = begin_stage(step, s);
-            if (s == 0) {
+            if (mover >= 0) {
                 T* const to = dS_out + (i64(first + count - 1 - step) * HV + head) * K * V + v0;
-                store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, tid(), threads);
+                if (s == 0) store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, mover, L::movers);
+                continue;
+            }
+            if (s == 0) {
 #pragma unroll
                 for (int i = 0; i < C; i += 16)
                     if (i >= r0)
@@ -138,31 +157,33 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
             }
             warp_mma<T, 16, width, KS>(acc, tile + r0 * ld, ld, sS + s * KS * ldv + c0, ldv);
         }
-        store_fragment<T>(dU + (token_at(step) + r0) * strideV + offsetV + c0, strideV, acc, rows - r0, columns - c0);
-        for_each_acc(acc, [](int, int, float& x) { x = -x; });
-        store_acc<T>(sU + r0 * ldv + c0, ldv, acc);
+        if (mover < 0) store_acc<T>(sU + r0 * ldv + c0, ldv, acc);
 #pragma unroll
         for (int s = 0; s < NS; ++s) {
             const T* const tile = begin_stage(step, NS + s);
+            if (mover >= 0) {
+                T* const to = dU + token_at(step) * strideV + offsetV;
+                if (s == 0) store_tile<T, C, BV>(to, strideV, sU, ldv, rows, columns, mover, L::movers);
+                continue;
+            }
+            // dS grows by Qg^T dO - W^T dU: the second product is taken from its negative.
+            float change[MT][NT_][4];
             if constexpr (Gated) {
                 const float* const fall = sdecay + (tile - ring) / L::buffer * KS + s0;
                 for_each_acc(dS[s], [&](int row, int, float& x) { x *= fall[row]; });
                 warp_mma<T, L::rows, L::columns, C, TN>(dS[s], tile + s0, ld, o + e0, ldv);
             } else {
-                float from_q[MT][NT_][4];
-                clear(from_q);
-                warp_mma<T, L::rows, L::columns, C, TN>(from_q, tile + s0, ld, o + e0, ldv);
-#pragma unroll
-                for (int m = 0; m < MT; ++m)
-#pragma unroll
-                    for (int j = 0; j < NT_; ++j)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) dS[s][m][j][i] = fma(q_scale, from_q[m][j][i], dS[s][m][j][i]);
+                clear(change);
+                warp_mma<T, L::rows, L::columns, C, TN>(change, tile + s0, ld, o + e0, ldv);
+                add(dS[s], change, q_scale);
             }
-            warp_mma<T, L::rows, L::columns, C, TN>(dS[s], tile + L::tile + s0, ld, sU + e0, ldv);
+            clear(change);
+            warp_mma<T, L::rows, L::columns, C, TN>(change, tile + L::tile + s0, ld, sU + e0, ldv);
+            add(dS[s], change, -1.f);
             copy_state(s);
         }
     }
+    if (mover >= 0) return;
     if (dh0)
 #pragma unroll
         for (int s = 0; s < NS; ++s)
