@@ -18,7 +18,7 @@ multiprocessors, 4.3 TB/s and 1.755 GHz; bytes per token and value head, of whic
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from kernels_cuda.modules import Backend
@@ -168,12 +168,9 @@ def prepare(backend: Backend, call: Forward, table: Table, out: dict[str, int], 
     out : addresses by name: Aqk, U, W and, with a gate, Kg, Qg, decay; optional A, Gamma, qn, kn, beta (Kg, Qg).
     """
     beta_kind = 0 if not call.beta_sigmoid else 2 if call.allow_neg_eigval else 1
-    size = BYTES[call.dtype]
-    alignments = dict.fromkeys(("W", "Kg", "Qg", "qn", "kn"), 2 * size) | {"Gamma": 8}
-    even = call.K % 2 == 0 and all(out.get(name, 0) % to == 0 for name, to in alignments.items())
-    even &= (call.q | call.k) % (2 * size) == 0 and call.g % (8 if call.g_float32 else 2 * size) == 0
+    whole = _whole(call, (call.q, call.k, call.v, *out.values())) and call.g % 16 == 0
     backend.launch(
-        f"prepare<{TYPES[call.dtype]},{call.chunk},{GATES[call.gate]},{str(even).lower()}>",
+        f"prepare<{TYPES[call.dtype]},{call.chunk},{GATES[call.gate]},{str(whole).lower()}>",
         (call.chunks * call.HV, 1, 1), 4 * call.chunk, prepare_shared(call.dtype, call.chunk),
         [_p(call.q), _p(call.k), _p(call.v), _p(call.g), _i(call.g_float32), _p(call.beta), _i(call.beta_float32),
          _p(call.A_log), _p(call.dt_bias), ctypes.c_float(call.lower_bound), _i(beta_kind), _i(call.qk_l2norm),
@@ -204,8 +201,10 @@ def chunk_state(
     plain = not call.gated
     Kg, Qg = (out.get("kn") or call.k, out.get("qn") or call.q) if plain else (out["Kg"], out["Qg"])
     BV, R, warps = state_tiles(call, shared_limit, processors)
+    whole = _whole(call, (Kg, Qg, *out.values()))
+    flags = ",".join(str(flag).lower() for flag in (call.gated, bool(out.get("o")), whole))
     backend.launch(
-        f"chunk_state<{TYPES[call.dtype]},{call.chunk},{call.KP},{BV},{R},{warps},{str(call.gated).lower()}>",
+        f"chunk_state<{TYPES[call.dtype]},{call.chunk},{call.KP},{BV},{R},{warps},{flags}>",
         (call.N * call.HV * -(-call.V // BV), 1, 1), 32 * warps,
         state_shared(call.dtype, call.chunk, call.KP, BV, R),
         [_p(out["W"]), _p(out["U"]), _p(Kg), _p(Qg), _p(out["Aqk"]), _p(out.get("decay", 0)), _p(call.h0),
@@ -214,6 +213,12 @@ def chunk_state(
          *(_p(out.get(name, 0)) for name in ("o", "Vnew", "S", "ht"))],
         stream,
     )  # fmt: skip
+
+
+def _whole(call: Forward, addresses: Iterable[int]) -> bool:
+    """Whether every row is a whole number of aligned 16-byte pieces."""
+    size = BYTES[call.dtype]
+    return call.K * size % 16 == 0 and call.V * size % 16 == 0 and all(address % 16 == 0 for address in addresses)
 
 
 def clear_tail(
@@ -307,7 +312,7 @@ def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:
     KS, _ = _slices(dtype, KP)
     pad = 16 // BYTES[dtype]
     elements = R * 2 * chunk * (KS + pad) + 4 * chunk * (BV + pad) + KP * (BV + pad)
-    return BYTES[dtype] * elements + R * KS * 4
+    return BYTES[dtype] * elements
 
 
 def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int, int, int]:

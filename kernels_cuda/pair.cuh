@@ -26,14 +26,14 @@ template <class T> VK_DEVICE Pair<T> round_pair(float x, float y) {
 }
 template <class T> VK_DEVICE Pair<T> zero_pair() { return round_pair<T>(0.f, 0.f); }
 
-// The first `count` (any number) of two elements at p, the rest zero. Even: p is aligned to two elements and count is even,
+// The first `count` (any number) of two elements at p, the rest zero. Whole: p is aligned to two elements and count is even,
 // so that one access does.
-template <bool Even, class T> VK_DEVICE Pair<T> load_pair(const T* p, int count) {
-    if constexpr (Even) return count > 0 ? *reinterpret_cast<const Pair<T>*>(p) : zero_pair<T>();
+template <bool Whole, class T> VK_DEVICE Pair<T> load_pair(const T* p, int count) {
+    if constexpr (Whole) return count > 0 ? *reinterpret_cast<const Pair<T>*>(p) : zero_pair<T>();
     else return round_pair<T>(count > 0 ? to_float(p[0]) : 0.f, count > 1 ? to_float(p[1]) : 0.f);
 }
-template <bool Even, class T> VK_DEVICE void store_pair(T* p, const Pair<T>& x, int count) {
-    if constexpr (Even) {
+template <bool Whole, class T> VK_DEVICE void store_pair(T* p, const Pair<T>& x, int count) {
+    if constexpr (Whole) {
         if (count > 0) *reinterpret_cast<Pair<T>*>(p) = x;
     } else {
         const pair32 y = unpack<T>(x);

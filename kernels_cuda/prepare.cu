@@ -46,13 +46,13 @@ VK_DEVICE void lower_product(float (&acc)[C / 16][Columns / 8][4], const T* Ab, 
 }
 
 // Eight rows from p: 1 / sqrt(sum x^2 + eps) of row i to out[i]; a whole warp.
-template <bool Even, class T> VK_DEVICE void inverse_norms(float* out, const T* p, int stride, int rows, int K) {
+template <bool Whole, class T> VK_DEVICE void inverse_norms(float* out, const T* p, int stride, int rows, int K) {
     float sum[8] = {};
 #pragma unroll 1
     for (int channel = 2 * lane(); channel < K; channel += 64)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const pair32 x = unpack<T>(load_pair<Even>(p + i * stride + channel, i < rows ? K - channel : 0));
+            const pair32 x = unpack<T>(load_pair<Whole>(p + i * stride + channel, i < rows ? K - channel : 0));
             sum[i] = fma(x.x, x.x, fma(x.y, x.y, sum[i]));
         }
     const float total = sum_lanes(sum);
@@ -60,11 +60,11 @@ template <bool Even, class T> VK_DEVICE void inverse_norms(float* out, const T* 
 }
 
 // Tokens are rows of q, k [tokens,H,K], v [tokens,HV,V], g [tokens,HV,K], beta [tokens,HV]; g and beta in T or float.
-// Kind: GateKind, 0 without a gate. Even: K is even, and q, k, g, W, Kg, Qg, qn, kn, Gamma are aligned to two elements.
+// Kind: GateKind, 0 without a gate. Whole: rows of all tensors are whole numbers of aligned 16-byte pieces.
 // Out: Aqk [tokens,HV,C] (0 above the diagonal), U [tokens,HV,V], W [tokens,HV,K]. Out, each may be null: Kg, Qg
 // [tokens,HV,K], decay = exp gC [chunks,HV,K], A [tokens,HV,C], Gamma [tokens,HV,K] in log2 units, qn, kn [tokens,H,K]
 // after the norm, beta_used [tokens,HV].
-template <class T, int C, int Kind, bool Even>
+template <class T, int C, int Kind, bool Whole>
 VK_KERNEL_BOUNDS((PrepareShape<T, C>::threads), (is_16bit<T> ? 128 / C : 1))
 void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, const void* beta, i32 beta_is_float,
              const float* A_log, const float* dt_bias, float lower_bound, i32 beta_kind, i32 qk_norm, float scale,
@@ -106,7 +106,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     if (qk_norm)
 #pragma unroll 1
         for (int i = 0; i < 2; ++i)
-            inverse_norms<Even>(sbeta + (1 + i) * C + first_row, (i ? k : q) + rowQ + first_row * strideQ, strideQ, alive, K);
+            inverse_norms<Whole>(sbeta + (1 + i) * C + first_row, (i ? k : q) + rowQ + first_row * strideQ, strideQ, alive, K);
     sync();
 
     typename Intra<Gated, T, C>::type products;
@@ -122,8 +122,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             const T* const pk = k + atQ;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                x.q[i] = load_pair<Even>(pq + i * strideQ, i < live ? count : 0);
-                x.k[i] = load_pair<Even>(pk + i * strideQ, i < live ? count : 0);
+                x.q[i] = load_pair<Whole>(pq + i * strideQ, i < live ? count : 0);
+                x.k[i] = load_pair<Whole>(pk + i * strideQ, i < live ? count : 0);
             }
         }
         if constexpr (Gated) {
@@ -135,17 +135,17 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             if (g_is_float) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    raw[i] = load_pair<Even>(static_cast<const float*>(g) + atK + i * strideK, i < live ? count : 0);
+                    raw[i] = load_pair<Whole>(static_cast<const float*>(g) + atK + i * strideK, i < live ? count : 0);
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    raw[i] = unpack<T>(load_pair<Even>(static_cast<const T*>(g) + atK + i * strideK, i < live ? count : 0));
+                    raw[i] = unpack<T>(load_pair<Whole>(static_cast<const T*>(g) + atK + i * strideK, i < live ? count : 0));
             }
             float sum[2] = {0.f, 0.f};
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 x.fall[i][0] = i < live ? log2_decay(gate, raw[i].x, rate, bias[0]) : 0.f;
-                x.fall[i][1] = i < live && (Even || count > 1) ? log2_decay(gate, raw[i].y, rate, bias[1]) : 0.f;
+                x.fall[i][1] = i < live && (Whole || count > 1) ? log2_decay(gate, raw[i].y, rate, bias[1]) : 0.f;
                 sum[0] += x.fall[i][0];
                 sum[1] += x.fall[i][1];
             }
@@ -165,8 +165,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             if (qn && kn && head % share == 0)
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
-                    store_pair<Even>(qn + atQ + i * strideQ, x.q[i], i < live ? count : 0);
-                    store_pair<Even>(kn + atQ + i * strideQ, x.k[i], i < live ? count : 0);
+                    store_pair<Whole>(qn + atQ + i * strideQ, x.q[i], i < live ? count : 0);
+                    store_pair<Whole>(kn + atQ + i * strideQ, x.k[i], i < live ? count : 0);
                 }
         }
         sync();  // totals are known; operands of the slice before have been read
@@ -196,7 +196,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     sum[0] += x.fall[i][0], sum[1] += x.fall[i][1];
-                    store_pair<Even>(Gamma + atK + i * strideK, pair32{sum[0], sum[1]}, i < live ? count : 0);
+                    store_pair<Whole>(Gamma + atK + i * strideK, pair32{sum[0], sum[1]}, i < live ? count : 0);
                 }
             }
 #pragma unroll
@@ -220,15 +220,15 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     *reinterpret_cast<Pair<T>*>(row_k + i * ld) = round_pair<T>(k0 * start[0], k1 * start[1]);
                 }
                 const int n = i < live ? count : 0;
-                store_pair<Even>(to_Q + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
-                store_pair<Even>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
+                store_pair<Whole>(to_Q + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
+                store_pair<Whole>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
             }
             f0 = f1 = Fall<T>{};
 #pragma unroll
             for (int i = 7; i >= 0; --i) {
                 const pair32 w = unpack<T>(x.k[i]);
                 const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
-                store_pair<Even>(to_K + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
+                store_pair<Whole>(to_K + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
 #pragma unroll
                 for (int d = 1; d < blocks; ++d)
                     if (block + d < blocks) {
@@ -262,14 +262,14 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             for (int i = 0; i < 8; ++i) {
                 *reinterpret_cast<Pair<T>*>(row_q + i * ld) = x.q[i];
                 *reinterpret_cast<Pair<T>*>(row_k + i * ld) = x.k[i];
-                store_pair<Even>(W + atK + i * strideK, x.k[i], i < live ? count : 0);
+                store_pair<Whole>(W + atK + i * strideK, x.k[i], i < live ? count : 0);
             }
             if (Kg && Qg)
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const pair32 u = unpack<T>(x.q[i]);
-                    store_pair<Even>(Kg + atK + i * strideK, x.k[i], i < live ? count : 0);
-                    store_pair<Even>(Qg + atK + i * strideK, round_pair<T>(scale * u.x, scale * u.y), i < live ? count : 0);
+                    store_pair<Whole>(Kg + atK + i * strideK, x.k[i], i < live ? count : 0);
+                    store_pair<Whole>(Qg + atK + i * strideK, round_pair<T>(scale * u.x, scale * u.y), i < live ? count : 0);
                 }
             sync();
             products.add(sq, sk, ld);
@@ -282,7 +282,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     auto load_columns = [&](int unit) {
         const bool of_v = unit < v_units;
         const int column = (of_v ? unit : unit - v_units) * S::width;
-        load_tile<T, C, S::width>(sx, S::ldx, (of_v ? v + rowV : W + rowK) + column, of_v ? strideV : strideK, rows,
+        load_pieces<Whole, T, C, S::width>(sx, S::ldx, (of_v ? v + rowV : W + rowK) + column, of_v ? strideV : strideK, rows,
                                   (of_v ? V : K) - column, lane(), 32);
         cp_async_commit();
     };
@@ -295,7 +295,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     products.store([&](int i, int j, float x) { sAqk[i * lda + j] = from_float<T>(scale * x); },
                    [&](int i, int j, float x) { sM[i * ldm + j] = sbeta[i] * x; });
     sync();
-    store_tile<T, C, C>(Aqk + rowC, strideC, sAqk, lda, rows, C, tid(), threads);
+    store_tile<T, C, C, true>(Aqk + rowC, strideC, sAqk, lda, rows, C, tid(), threads);
     sync();
     invert<T, C>(sA, sM, ldm);
     sync();
@@ -325,7 +325,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         syncwarp();
         const bool of_v = unit < v_units;
         const int column = (of_v ? unit : unit - v_units) * S::width;
-        store_tile<T, C, S::width>((of_v ? U + rowV : W + rowK) + column, of_v ? strideV : strideK, sx, S::ldx, rows,
+        store_tile<T, C, S::width, Whole>((of_v ? U + rowV : W + rowK) + column, of_v ? strideV : strideK, sx, S::ldx, rows,
                                    (of_v ? V : K) - column, lane(), 32);
         syncwarp();
     }

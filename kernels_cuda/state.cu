@@ -17,14 +17,40 @@ template <class T, int C, int KP, int BV, int R> struct StateShape {
     static_assert(KP % KS == 0 && C <= KS, "a slice of channels holds a chunk");
     static constexpr int ld = pitch<T>(KS), lda = pitch<T>(C), ldv = pitch<T>(BV);
     static constexpr int tile = C * ld, buffer = 2 * tile, slice = C * ldv, copy = KP * ldv;
-    static constexpr int bytes = int(sizeof(T)) * (R * buffer + 4 * slice + copy) + R * KS * 4;
+    static constexpr int bytes = int(sizeof(T)) * (R * buffer + 4 * slice + copy);
 };
+
+// w += W S and q += Q S, 16 rows: each fragment of S is loaded once. Both: otherwise only w.
+template <bool Both, class T, int N, int K>
+VK_DEVICE void read_state(float (&w)[1][N / 8][4], float (&q)[1][N / 8][4], const T* W, const T* Q, int ld, const T* S,
+                          int lds) {
+    if constexpr (is_16bit<T>) {
+#pragma unroll
+        for (int k = 0; k < K; k += 16) {
+            u32 a[4], b[4];
+            load_a<false>(a, W, ld, 0, k);
+            if constexpr (Both) load_a<false>(b, Q, ld, 0, k);
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n) {
+                u32 s[2];
+                load_b<false>(s, S, lds, k, 8 * n);
+                mma16816<T>(w[0][n], a, s);
+                if constexpr (Both) mma16816<T>(q[0][n], b, s);
+            }
+        }
+    } else {
+        warp_mma<T, 16, N, K>(w, W, ld, S, lds);
+        if constexpr (Both) warp_mma<T, 16, N, K>(q, Q, ld, S, lds);
+    }
+}
 
 // W [tokens,HV,K], U [tokens,HV,V], Aqk [tokens,HV,C], decay [chunks,HV,K]; Kg, Qg [tokens,Hk,K], where value head i reads
 // head i / (HV / Hk) and O takes q_scale Qg S: without a gate and a norm they are k and q themselves. first_chunk [N+1].
-// h0, ht [N,HV,K,V], or [N,HV,V,K] with v_first. Out, each may be null: o, Vnew [tokens,HV,V], S [chunks,HV,K,V], ht.
-// Without o, Qg and Aqk are not read.
-template <class T, int C, int KP, int BV, int R, int Warps, bool Gated>
+// h0, ht [N,HV,K,V], or [N,HV,V,K] with v_first. Out, each may be null: Vnew [tokens,HV,V], S [chunks,HV,K,V], ht;
+// o [tokens,HV,V].
+// Output: whether there is an o; without, Qg and Aqk are not read. Whole: rows of all tensors are whole numbers of aligned
+// 16-byte pieces.
+template <class T, int C, int KP, int BV, int R, int Warps, bool Gated, bool Output, bool Whole>
 VK_KERNEL_BOUNDS(32 * Warps, 1)
 void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk, const float* decay, const float* h0,
                  const Chunk* chunks, const i32* first_chunk, i32 Hk, i32 HV, i32 K, i32 V, float q_scale, i32 v_first,
@@ -41,38 +67,43 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
     T* const sV = sU + 2 * L::slice;
     T* const sO = sV + L::slice;
     T* const sS = sO + L::slice;
-    float* const sdecay = reinterpret_cast<float*>(sS + L::copy);
 
     const int slices = ceil_div(V, BV), v0 = bidx() % slices * BV, columns = min(BV, V - v0);
     const int head = bidx() / slices % HV, sequence = bidx() / slices / HV;
     const int first = first_chunk[sequence], count = first_chunk[sequence + 1] - first;
     const i64 strideK = i64(HV) * K, strideV = i64(HV) * V, strideC = i64(HV) * C, strideQ = i64(Hk) * K;
-    const i64 offsetK = i64(head) * K, offsetV = i64(head) * V + v0, offsetC = i64(head) * C;
-    const i64 offsetQ = i64(head / (HV / Hk)) * K;
     const int r0 = 16 * (warp() % (C / 16)), c0 = width * (warp() / (C / 16));  // this warp's part of a C x BV product
     const int s0 = KS / 4 * (warp() % 4), e0 = 8 * NT_ * (warp() / 4);         // and of a KS x BV slice of S
 
-    auto load = [&](int n) {  // stage n of the scan; past the end an empty group, so that counts stay equal
-        const int step = n / stages, stage = n % stages;
+    // A sequence's chunks are neighbours, and all but the last are full.
+    i64 token = 0, length = 0;
+    if (count > 0) {
+        token = chunks[first].token;
+        length = i64(count - 1) * C + chunks[first + count - 1].rows;
+    }
+    const i64 startV = token * strideV + i64(head) * V + v0, startQ = token * strideQ + i64(head / (HV / Hk)) * K;
+    const T* nextW = W + token * strideK + i64(head) * K;
+    const T* nextQ = Qg + startQ;
+    const T* nextK = Kg + startQ;
+    const T* nextA = Aqk + token * strideC + i64(head) * C;
+    const T* nextU = U + startV;
+    // Stage `stage` of chunk `step` into `to`; past the end an empty group, so that counts stay equal.
+    auto load = [&](int step, int stage, T* to) {
         if (step < count) {
-            const Chunk c = chunks[first + step];
-            T* const to = ring + n % R * L::buffer;
-            const int s = stage % NS, channels = K - s * KS;
+            const int rows = i32(min(i64(C), length - i64(step) * C)), s = stage % NS;
             if (stage < NS) {
-                load_tile<T, C, KS>(to, ld, W + c.token * strideK + offsetK + s * KS, strideK, c.rows, channels, tid(), threads);
-                if (o)
-                    load_tile<T, C, KS>(to + L::tile, ld, Qg + c.token * strideQ + offsetQ + s * KS, strideQ, c.rows,
-                                        channels, tid(), threads);
-                if (s == NS - 1)
-                    load_tile<T, C, BV>(sU + step % 2 * L::slice, ldv, U + c.token * strideV + offsetV, strideV, c.rows,
-                                        columns, tid(), threads);
+                load_pieces<Whole, T, C, KS>(to, ld, nextW + s * KS, strideK, rows, K - s * KS, tid(), threads);
+                if (Output)
+                    load_pieces<Whole, T, C, KS>(to + L::tile, ld, nextQ + s * KS, strideQ, rows, K - s * KS, tid(), threads);
+                if (s == NS - 1) {
+                    load_pieces<Whole, T, C, BV>(sU + step % 2 * L::slice, ldv, nextU, strideV, rows, columns, tid(), threads);
+                    nextW += C * strideK, nextQ += C * strideQ, nextU += C * strideV;
+                }
             } else {
-                load_tile<T, C, KS>(to, ld, Kg + c.token * strideQ + offsetQ + s * KS, strideQ, c.rows, channels, tid(), threads);
-                if (o && s == 0)
-                    load_tile<T, C, C>(to + L::tile, lda, Aqk + c.token * strideC + offsetC, strideC, c.rows, C, tid(), threads);
-                if constexpr (Gated)
-                    load_tile<float, 1, KS>(sdecay + n % R * KS, KS,
-                                            decay + (i64(first + step) * HV + head) * K + s * KS, 0, 1, channels, tid(), threads);
+                load_pieces<Whole, T, C, KS>(to, ld, nextK + s * KS, strideQ, rows, K - s * KS, tid(), threads);
+                if (Output && s == 0)
+                    load_pieces<Whole, T, C, C>(to + L::tile, lda, nextA, strideC, rows, C, tid(), threads);
+                if (s == NS - 1) nextK += C * strideQ, nextA += C * strideC;
             }
         }
         cp_async_commit();
@@ -93,35 +124,51 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
         copy_state(s);
     }
 
+    int slot = 0;  // of the ring, for the stage that is worked on
 #pragma unroll
-    for (int n = 0; n < R - 1; ++n) load(n);
-    int n = 0;
-    auto begin_stage = [&] {
+    for (int n = 0; n < R - 1; ++n) load(n / stages, n % stages, ring + n * L::buffer);
+    auto begin_stage = [&](int step, int stage) -> const T* {
+        T* const buffer = ring + slot * L::buffer;
         if constexpr (R == 1) {
             sync();
-            load(n);
+            load(step, stage, buffer);
             cp_async_wait<0>();
             sync();
         } else {
             cp_async_wait<R - 2>();
             sync();
-            load(n + R - 1);
+            const int ahead = stage + R - 1;
+            load(step + ahead / stages, ahead % stages, ring + (slot == 0 ? R - 1 : slot - 1) * L::buffer);
+            slot = slot == R - 1 ? 0 : slot + 1;
         }
+        return buffer;
     };
+    const float* decay_row = decay + (i64(first) * HV + head) * K;
 
 #pragma unroll 1
     for (int step = 0; step < count; ++step) {
-        const Chunk c = chunks[first + step];
+        const int rows = i32(min(i64(C), length - i64(step) * C));
+        const i64 atV = startV + i64(step) * C * strideV;
+        float fall[NS][MT][2];  // decay of this lane's rows of S; asked for long before it is needed
+        if constexpr (Gated) {
+#pragma unroll
+            for (int s = 0; s < NS; ++s)
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int d = s * KS + s0 + 16 * m + frag_row(lane(), 2 * i);
+                        fall[s][m][i] = d < K ? decay_row[d] : 0.f;
+                    }
+            decay_row += strideK;
+        }
         float read_w[1][width / 8][4], read_q[1][width / 8][4];
         clear(read_w);
         clear(read_q);
 #pragma unroll
-        for (int s = 0; s < NS; ++s, ++n) {
-            begin_stage();
-            const T* const tile = ring + n % R * L::buffer + r0 * ld;
-            const T* const state = sS + s * KS * ldv + c0;
-            warp_mma<T, 16, width, KS>(read_w, tile, ld, state, ldv);
-            if (o) warp_mma<T, 16, width, KS>(read_q, tile + L::tile, ld, state, ldv);
+        for (int s = 0; s < NS; ++s) {
+            const T* const tile = begin_stage(step, s) + r0 * ld;
+            read_state<Output, T, width, KS>(read_w, read_q, tile, tile + L::tile, ld, sS + s * KS * ldv + c0, ldv);
         }
         {
             const T* const u = sU + step % 2 * L::slice + r0 * ldv + c0;
@@ -130,16 +177,14 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
         }
         if (S_out) {
             T* const to = S_out + (i64(first + step) * HV + head) * K * V + v0;
-            store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, tid(), threads);
+            store_tile<T, KP, BV, Whole>(to, V, sS, ldv, K, columns, tid(), threads);
         }
 #pragma unroll
-        for (int s = 0; s < NS; ++s, ++n) {
-            begin_stage();
-            const T* const tile = ring + n % R * L::buffer;
+        for (int s = 0; s < NS; ++s) {
+            const T* const tile = begin_stage(step, NS + s);
             if (s == 0) {
-                if (Vnew)
-                    store_tile<T, C, BV>(Vnew + c.token * strideV + offsetV, strideV, sV, ldv, c.rows, columns, tid(), threads);
-                if (o) {
+                if (Vnew) store_tile<T, C, BV, Whole>(Vnew + atV, strideV, sV, ldv, rows, columns, tid(), threads);
+                if constexpr (Output) {
                     // + 0: a product with a negative scale must not leave a -0 whose sign later rows could change
                     for_each_acc(read_q, [&](int, int, float& x) { x = x * q_scale + 0.f; });
                     for (int k = 0; k <= r0; k += 16)
@@ -147,14 +192,17 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
                     T* const out = sO + r0 * ldv + c0;
                     store_acc<T>(out, ldv, read_q);
                     syncwarp();
-                    store_tile<T, 16, width>(o + (c.token + r0) * strideV + offsetV + c0, strideV, out, ldv, c.rows - r0,
-                                             columns - c0, lane(), 32);
+                    store_tile<T, 16, width, Whole>(o + atV + r0 * strideV + c0, strideV, out, ldv, rows - r0, columns - c0,
+                                                    lane(), 32);
                 }
             }
-            if constexpr (Gated) {
-                const float* const fall = sdecay + n % R * KS + s0;
-                for_each_acc(S[s], [&](int row, int, float& x) { x *= fall[row]; });
-            }
+            if constexpr (Gated)
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int j = 0; j < NT_; ++j)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) S[s][m][j][i] *= fall[s][m][i / 2];
             if constexpr (is_16bit<T>) {
                 warp_mma<T, KS / 4, 8 * NT_, C, TN>(S[s], tile + s0, ld, sV + e0, ldv);
             } else {  // added once, not term by term: a large state would round every small term

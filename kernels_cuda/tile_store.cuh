@@ -21,12 +21,32 @@ template <class T> VK_DEVICE void store_piece(T* dst, const u128& x, int count) 
     else st_elements(dst, x, count);
 }
 
-// Rows x Columns of the tile S, without rows >= rows and columns >= columns.
-template <class T, int Rows, int Columns>
+// load_tile of tile.cuh. Whole: the caller knows that every row is a whole number of aligned 16-byte pieces, and the code for
+// other rows is left out; that code is most of a small kernel.
+template <bool Whole, class T, int Rows, int Columns>
+VK_DEVICE void load_pieces(T* S, int ld, const T* G, i64 row_stride, int rows, int columns, int thread, int threads) {
+    if constexpr (Whole) {
+        constexpr int pieces = Columns / vec<T>;
+        const int c = thread % pieces * vec<T>, first = thread / pieces, step = threads / pieces;
+        const int last = c < columns ? rows : 0;
+        const T* src = G + first * row_stride + c;
+        T* const dst = S + first * ld + c;
+#pragma unroll
+        for (int r = 0; r < Rows; r += step) {
+            if (Rows % step == 0 || first + r < Rows) cp_async16(dst + r * ld, src, first + r < last);
+            src += step * row_stride;
+        }
+    } else {
+        load_tile<T, Rows, Columns>(S, ld, G, row_stride, rows, columns, thread, threads);
+    }
+}
+
+// Rows x Columns of the tile S, without rows >= rows and columns >= columns. Whole: as in load_pieces.
+template <class T, int Rows, int Columns, bool Whole = false>
 VK_DEVICE void store_tile(T* G, i64 row_stride, const T* S, int ld, int rows, int columns, int thread, int threads) {
     constexpr int pieces = Columns / vec<T>;
     static_assert(Columns % vec<T> == 0, "a tile row is a whole number of 16-byte pieces");
-    if (threads % pieces == 0 && whole_pieces<T>(G, row_stride, columns, Columns)) {
+    if (threads % pieces == 0 && (Whole || whole_pieces<T>(G, row_stride, columns, Columns))) {
         const int c = thread % pieces * vec<T>, first = thread / pieces, step = threads / pieces;
         const int last = c < columns ? min(rows, Rows) : 0;
         T* dst = G + first * row_stride + c;

@@ -281,7 +281,7 @@ def test_refusals() -> None:
 FAULTS: dict[str, list[tuple[str, str, str]]] = {
     "a block between is forgotten": [("prepare.cu", "gap[d][j] = exp2(after[j])", "gap[d][j] = 1.f")],
     "inverse without its last sum": [("inverse.cuh", "for (int e = 0; e < d; ++e)", "for (int e = 0; e < 1; ++e)")],
-    "decay of the state left out": [("state.cu", "x *= fall[row];", "x *= 1.f;")],
+    "decay of the state left out": [("state.cu", "*= fall[s][m][i / 2]", "*= 1.f")],
     "total of another channel": [("prepare.cu", "total[64 * group] = sum[0];", "total[64 * group] = sum[1];")],
     "anchor at a later row": [
         (
