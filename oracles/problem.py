@@ -8,6 +8,7 @@ data only: no reference shares arithmetic with another through it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -77,4 +78,4 @@ class Problem:
         if self.cu_seqlens is None:
             return [(b, 0, self.q.shape[1]) for b in range(self.q.shape[0])]
         ends = self.cu_seqlens.tolist()
-        return [(0, a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        return [(0, a, b) for a, b in pairwise(ends)]

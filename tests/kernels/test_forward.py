@@ -303,7 +303,7 @@ FAULTS: dict[str, list[tuple[str, str, str]]] = {
 }
 
 
-def planted(folder: Path, faults: list[tuple[str, str, str]]) -> Backend:
+def planted(folder: Path, faults: list[tuple[str, str, str]], **host: Any) -> Backend:
     """The kernels with faults, as a backend that knows which of its files holds which kernel."""
     for path in (*sources.ROOT.glob("*.cuh"), *sources.kernel_files()):
         shutil.copy(path, folder)
@@ -317,7 +317,7 @@ def planted(folder: Path, faults: list[tuple[str, str, str]]) -> Backend:
 
         def launch(self, kernel: str, *args: Any, **options: Any) -> None:
             source = folder / sources.source_of(kernel).name
-            Host(source=source).launch(kernel, *args, **options)
+            Host(source=source, **host).launch(kernel, *args, **options)
 
     return Planted()  # type: ignore[return-value]
 
