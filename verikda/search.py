@@ -225,7 +225,15 @@ class Search:
             kinds = {(o.check, f.output) for f in o.failures}
             if o.verdict == "fail" and not kinds <= self._seen:
                 self._seen |= kinds
-                finding = self._shrunk(report, o.check)
+                try:
+                    finding = self._shrunk(report, o.check)
+                except KeyboardInterrupt:  # keep the failure as it was first seen
+                    finding = Finding(
+                        self.target.name, o.check, report.case, False, o.failures, report.case, report.ran
+                    )
+                    self.summary.findings.append(finding)
+                    self._on_finding(finding)
+                    raise
                 self._seen |= {(o.check, f.output) for f in finding.failures}
                 self.summary.findings.append(finding)
                 self._on_finding(finding)

@@ -137,6 +137,24 @@ def test_an_interrupt_keeps_what_was_found() -> None:
     assert sum(summary.verdicts.values()) == 5
 
 
+def test_an_interrupt_while_shrinking_keeps_the_failure() -> None:
+    calls = []
+
+    def stop(call: Call, run: Any) -> Result:
+        calls.append(call)
+        if len(calls) > 12:
+            raise KeyboardInterrupt
+        result = run(call)
+        return replace(result, outputs={**result.outputs, "o": 1.5 * result.outputs["o"]})
+
+    seen: list[Any] = []
+    run = Search(Odd(stop), Settings(cases=20, stratified=20, turns=0), on_finding=seen.append)
+    summary = run.run()
+    assert summary.interrupted
+    assert summary.findings == seen != []
+    assert not seen[-1].minimal
+
+
 def test_the_time_limit_ends_the_search() -> None:
     summary = search(ZooTarget(), 10_000, seconds=0.5)
     assert 0 < sum(summary.verdicts.values()) < 200
