@@ -1,0 +1,103 @@
+"""Faults planted in the backward kernels: each is seen by a check of test_backward.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from host_backward import run_backward
+from test_backward import contract_of
+from test_forward import planted
+
+from kernels_cuda.modules import Host
+from oracles.recurrence import forward_reverse
+from verikda.call import Call
+from verikda.case import Case
+from verikda.floor import LIMIT, judge
+from verikda.inputs import make_call
+
+# (file, right, wrong), and the outputs of which at least one must leave the floor.
+FAULTS: dict[str, tuple[str, str, str, set[str]]] = {
+    "decay of the state's gradient left out": (
+        "backward_state.cu", "x *= fall[row];", "x *= 1.f + 0.f * fall[row];", {"dh0", "dk", "dv"}),
+    "W^T dU added": ("backward_state.cu", "add(dS[s], change, -1.f);", "add(dS[s], change, 1.f);", {"dh0", "dv"}),
+    "dU without its part from the output": ("backward_state.cu", "if (i >= r0)", "if (i > r0)", {"dv", "dk"}),
+    "dA without its part from W": (
+        "backward_local.cu", "(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);", "(acc_qk, x2, ld, x3, ld);",
+        {"dk", "dbeta"}),
+    "X without its sign": ("backward_local.cu", "at.row + r ? -x : 0.f", "at.row + r ? x : 0.f", {"dk", "dbeta", "dg"}),
+    "blocks between forgotten": (
+        "backward_wide.cuh", "acc[e][0][n][i] *= i % 2 ? fall.y : fall.x;",
+        "acc[e][0][n][i] *= fall.x > 2.f ? 2.f : 1.f;", {"dq", "dk", "dg"}),
+    "diagonal left out of dk": (
+        "backward_intra.cu", "dK = fma(diagonal, Qs, left + right);", "dK = left + right;", {"dk"}),
+    "state's part of dg left out": (
+        "backward_intra.cu", "sum_g = carried[tid()]", "sum_g = 0.f * carried[tid()]", {"dg"}),
+    "right counted with the sign of left": (
+        "backward_intra.cu", "(left - right) * Kc[j]", "(left + right) * Kc[j]", {"dg"}),
+    "beta gradient without the intra part": (
+        "backward_intra.cu", "db[i / 2] = fma(dK, Kc[j], db[i / 2]);", "", {"dbeta"}),
+}  # fmt: skip
+
+
+def call_of() -> Call:
+    knobs: dict[str, Any] = {"lengths": (100,), "K": 64, "V": 24, "dtype": "bfloat16", "h0": "random", "dht": True}
+    return make_call(Case(gate_magnitude=0.05, key_regime="collinear", seed=5, **knobs), backward=True)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_leaves_the_floor(fault: str, tmp_path: Path) -> None:
+    file, right, wrong, seen = FAULTS[fault]
+    call = call_of()
+    out, dtypes = run_backward(planted(tmp_path, [(file, right, wrong)]), call)
+    judgement = judge(out, dtypes, call.problem, contract_of(call), backward=True)
+    bad = {name for name, x in judgement.outputs.items() if x.ratio is not None and x.ratio > LIMIT}
+    assert bad & seen, {name: x.ratio for name, x in judgement.outputs.items()}
+
+
+def test_missing_barrier_is_seen_by_the_order_of_threads(tmp_path: Path) -> None:
+    """Without the barrier between dW and its readers the result depends on who runs first."""
+    call = call_of()
+    healthy, _ = run_backward(Host(), call)
+    different = []
+    for order in ("forward", "reverse"):
+        folder = tmp_path / order
+        folder.mkdir()
+        product = "        }\n        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2"
+        fault = ("backward_local.cu", "            sync();\n" + product, product)
+        out, _ = run_backward(planted(folder, [fault], order=order), call)
+        different.append(out["dk"].tobytes() != healthy["dk"].tobytes())
+    assert any(different)
+
+
+def test_rounding_that_leaks_through_a_reset_is_seen(tmp_path: Path) -> None:
+    call = make_call(Case(lengths=(70,), K=64, V=24, dtype="bfloat16", h0="random", gate_magnitude=1.0), backward=True)
+    p = call.problem
+    assert p.g is not None
+    g = p.g.copy()
+    g[0, (20, 33)] = -np.inf
+    call = replace(call, problem=replace(p, g=g))
+    fault = ("backward_intra.cu", "decay > no_decay_left ? sum : 0.f", "sum")
+    out, _ = run_backward(planted(tmp_path, [fault]), call)
+    assert (out["dg"][np.isneginf(g)] != 0).any()
+
+
+def test_total_minus_prefix_is_seen(tmp_path: Path) -> None:
+    """A suffix sum that passes through the total loses late gradients beside large early ones."""
+    fault = (
+        "backward_common.cuh",
+        "    low += shfl(high, l % 4);\n    return shfl(low, l % 4);\n",
+        "    low += shfl(high, l % 4);\n    const float total = shfl(low, l % 4);\n"
+        "    low = (low - total) + total, high = (high - total) + total;\n    return total;\n",
+    )
+    call = make_call(Case(lengths=(64,), K=16, V=16, dtype="float32", gate_magnitude=0.1), backward=True)
+    p = call.problem
+    assert p.do is not None
+    do = p.do * np.where(np.arange(64) < 8, 2.0**40, 1.0)[None, :, None, None]
+    call = replace(call, problem=replace(p, do=do))
+    late = forward_reverse(call.problem)["dg"][:, 8:]
+    out, _ = run_backward(planted(tmp_path, [fault]), call)
+    assert np.abs(out["dg"][:, 8:] - late).max() > 1e-5 * np.abs(late).max()
