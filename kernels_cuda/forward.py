@@ -318,18 +318,15 @@ def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:
 def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int, int, int]:
     """Columns of V per block, buffers of the ring, and warps.
 
-    Wide slices read W, Kg and Qg fewer times; narrow ones fill the device when there are few heads. One step of a block
-    takes the times below, relative, as measured on an H200 at K = 128 in bfloat16 (16 wide: guessed); blocks run in waves.
+    Wide slices read W, Kg and Qg fewer times; narrow ones fill the device when there are few heads.
     """
-    step = {16: 0.85, 32: 1.0, 64: 1.35, 128: 1.9}
-    widest = 128 if call.dtype != "float32" and call.KP <= 128 else 32 if call.KP == 256 else 64
-    widths = [BV for BV in step if 512 // call.chunk <= BV <= widest]
+    widths = [BV for BV in (64, 32, 16) if BV * call.chunk >= 512 and not (BV == 64 and call.KP == 256)]
 
-    def time(BV: int) -> float:
-        return step[BV] * -(-call.N * call.HV * -(-call.V // BV) // processors)
+    def fills(BV: int) -> bool:
+        return BV // 2 < call.V and processors <= 2 * call.N * call.HV * -(-call.V // BV)
 
-    for BV in sorted(widths, key=time):
-        for R in (3, 2) if BV > widths[0] else (3, 2, 1):
-            if state_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
-                return BV, R, 8 if BV == 128 else 4
+    BV = next(filter(fills, widths), widths[-1])
+    for R in (3, 2, 1):
+        if state_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
+            return BV, R, min(8, BV * call.chunk // 128)
     raise ValueError(f"chunk {call.chunk} with K={call.K} needs more than {shared_limit} bytes of shared memory")

@@ -138,30 +138,32 @@ template <class T, int C> struct IntraProducts {
         }
     }
 
-    // Every element up to the diagonal, each by one lane: put(of_l, row, column, x), and pair(of_l, row, column, x, y) for
-    // two neighbours, the first in an even column; of_l: of L, else of Aqk.
-    template <class Put, class PutPair> VK_DEVICE void store(Put put, PutPair pair) {
-        const int g = lane() / 4, j = frag_col(lane(), 0), row = 16 * (warp() / 2);
+    // aqk(i, j, x), l(i, j, x) for every element up to the diagonal, each by one lane.
+    template <class Aqk, class L> VK_DEVICE void store(Aqk aqk, L l) {
+        const int g = lane() / 4, row = 16 * (warp() / 2);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            const int bits = 2 * (warp() % 2) + n, group = g >> bits;  // level s = 1 << bits
-            const int r = row + g + ((group + 1) << bits);
+            const int s = 1 << (2 * (warp() % 2) + n);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                if (group == (j + i) >> bits)
-#pragma unroll
-                    for (int of_l = 0; of_l < 2; ++of_l)
-                        put(of_l, r, row + j + i + (group << bits), inside[n][0][0][2 * of_l + i]);
+            for (int i = 0; i < 4; ++i) {
+                const int j = frag_col(lane(), i);  // elements 0, 1 belong to Aqk, 2, 3 to L
+                if (g / s != j / s) continue;
+                const int r = row + g + (g / s + 1) * s, c = row + j + j / s * s;
+                if (i < 2) aqk(r, c, inside[n][0][0][i]);
+                else l(r, c, inside[n][0][0][i]);
+            }
         }
-        if (lane() % 4 == 0) put(0, 8 * warp() + g, 8 * warp() + g, diagonal);
+        if (lane() % 4 == 0) aqk(8 * warp() + g, 8 * warp() + g, diagonal);
 #pragma unroll
         for (int u = 0; u < share; ++u) {
-            const int unit = share * warp() + u, blocks_pair = unit / 4;
+            const int unit = share * warp() + u, pair = unit / 4;
             if (unit >= 4 * pairs) continue;
-            const int column = 16 * column_block(blocks_pair) + 8 * (unit % 2) + j;
-            const int r = 16 * (column_block(blocks_pair) + distance(blocks_pair)) + g;
-            pair(unit / 2 % 2, r, column, below[u][0][0][0], below[u][0][0][1]);
-            pair(unit / 2 % 2, r + 8, column, below[u][0][0][2], below[u][0][0][3]);
+            const int column = 16 * column_block(pair), row = column + 16 * distance(pair);
+            for_each_acc(below[u], [&](int i, int j, float& x) {
+                j += column + 8 * (unit % 2);
+                if (unit / 2 % 2) l(row + i, j, x);
+                else aqk(row + i, j, x);
+            });
         }
     }
 };
@@ -189,20 +191,16 @@ template <class T, int C> struct PlainProducts {
                                        k + (16 * column_block(pair) + 8 * (unit % 2)) * ld, ld);
         }
     }
-    template <class Put, class PutPair> VK_DEVICE void store(Put put, PutPair pair) {
-        const int g = lane() / 4, j = frag_col(lane(), 0);
+    template <class Aqk, class L> VK_DEVICE void store(Aqk aqk, L l) {
 #pragma unroll
         for (int u = 0; u < share; ++u) {
-            const int unit = share * warp() + u, of_l = unit / 2 % 2, a = row_block(unit / 4), b = column_block(unit / 4);
+            const int unit = share * warp() + u, pair = unit / 4;
             if (unit >= units) continue;
-            const int column = 16 * b + 8 * (unit % 2) + j;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int r = 16 * a + g + 8 * i;
-                const float x = part[u][0][0][2 * i], y = part[u][0][0][2 * i + 1];
-                if (column + 1 + of_l <= r) pair(of_l, r, column, x, y);
-                else if (column + of_l <= r) put(of_l, r, column, x);
-            }
+            for_each_acc(part[u], [&](int i, int j, float& x) {
+                const int r = 16 * row_block(pair) + i, c = 16 * column_block(pair) + 8 * (unit % 2) + j;
+                if (unit / 2 % 2 == 0 && c <= r) aqk(r, c, x);
+                if (unit / 2 % 2 == 1 && c < r) l(r, c, x);
+            });
         }
     }
 };

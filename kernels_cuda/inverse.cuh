@@ -107,14 +107,9 @@ template <class T, int C> VK_DEVICE void invert(float* A, const float* M, int ld
         for (int i = 0; i < 16; ++i) {
             float even = i == column ? 1.f : 0.f, odd = 0.f;
 #pragma unroll
-            for (int j = 0; j < i; j += 4) {
-                const u128 four = ld128(m + i * ld + j);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (j + e >= i) continue;
-                    if (e % 2) odd = fma(-as_float(four.w[e]), x[j + e], odd);
-                    else even = fma(-as_float(four.w[e]), x[j + e], even);
-                }
+            for (int j = 0; j < i; ++j) {
+                if (j % 2) odd = fma(-m[i * ld + j], x[j], odd);
+                else even = fma(-m[i * ld + j], x[j], even);
             }
             x[i] = even + odd;
             if (lane() < 16) out[i * ld + column] = x[i];

@@ -77,6 +77,11 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     T* const sq = reinterpret_cast<T*>(shared);
     T* const sk = sq + (Gated ? C - 16 : C) * ld;
     T* const scolumns = sk + (C - 16) * ld;
+    float* const sM = reinterpret_cast<float*>(shared);
+    float* const sA = reinterpret_cast<float*>(shared + S::square);
+    T* const sAqk = reinterpret_cast<T*>(sA);
+    T* const sAb = reinterpret_cast<T*>(sM);
+    T* const sx = reinterpret_cast<T*>(shared + S::x + warp() * S::own);
     float* const totals = reinterpret_cast<float*>(shared + S::totals);  // [2][groups][64]
     float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|
 
@@ -85,14 +90,15 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     if (chunk.rows == 0) return;
     const int rows = chunk.rows;
     // Inside a chunk offsets fit 32 bits, its start needs 64.
-    const int strideQ = H * K, strideK = HV * K;
+    const int strideQ = H * K, strideK = HV * K, strideV = HV * V, strideC = HV * C;
     const i64 rowQ = chunk.token * strideQ + head / share * K, rowK = chunk.token * strideK + head * K;
+    const i64 rowV = chunk.token * strideV + head * V, rowC = chunk.token * strideC + head * C;
+    const i64 rowB = chunk.token * HV + head;
     const Gate gate{g, A_log, dt_bias, lower_bound, Kind, g_is_float};
     const int group = warp(), block = group / 2, half = group % 2, first_row = 8 * group, alive = rows - first_row;
 
     if (tid() < C) {
         const int r = tid();
-        const i64 rowB = chunk.token * HV + head;
         const float b = r < rows ? write_strength(load_either<T>(beta, rowB + r * HV, beta_is_float), beta_kind) : 0.f;
         sbeta[r] = b;
         if (beta_used && r < rows) beta_used[rowB + r * HV] = b;
@@ -101,7 +107,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll 1
         for (int i = 0; i < 2; ++i)
             inverse_norms<Whole>(sbeta + (1 + i) * C + first_row, (i ? k : q) + rowQ + first_row * strideQ, strideQ, alive, K);
-    if (qk_norm) syncwarp();  // a warp reads the norms of its own rows; beta is read many barriers later
+    sync();
 
     typename Intra<Gated, T, C>::type products;
     products.clear();
@@ -167,10 +173,24 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         T* const row_q = sq + (first_row - (Gated ? 16 : 0)) * ld + 2 * lane();
         T* const row_k = sk + (first_row - (Gated ? 16 : 0)) * ld + 2 * lane();
         if constexpr (Gated) {
-            float before[2] = {0.f, 0.f};  // sum over this chunk's rows before this group's
+            // Sums before this group's rows and after them, here and in its block; gap[d]: to the block d later.
+            float before[2] = {0.f, 0.f}, after[2] = {0.f, 0.f}, start[2], gap[max(blocks, 2)][2];
 #pragma unroll
-            for (int i = 0; i < groups; ++i)
-                if (i < group) before[0] += total[64 * i], before[1] += total[64 * i + 1];
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int i = 0; i < groups; ++i)
+                    if (i < group) before[j] += total[64 * i + j];
+                start[j] = half ? exp2(total[64 * (group - half) + j]) : 1.f;
+                if (!half) after[j] = total[64 * (group + 1) + j];
+#pragma unroll
+                for (int d = 1; d < blocks; ++d) {
+                    gap[d][j] = exp2(after[j]);
+                    if (block + d < blocks) after[j] += total[128 * (block + d) + j] + total[128 * (block + d) + 64 + j];
+                }
+            }
+            if (decay && group == 0)
+                for (int j = 0; j < min(count, 2); ++j)
+                    decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp2(total[j] + after[j]);
             if (Gamma) {
                 float sum[2] = {before[0], before[1]};
 #pragma unroll
@@ -184,59 +204,39 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll
                 for (int j = 0; j < 2; ++j) x.fall[i][j] = Fall<T>::of(x.fall[i][j]);
             products.diagonal += x.diagonal();
-            {
-                const float e0 = exp2(before[0]), e1 = exp2(before[1]);
-                const float start0 = half ? exp2(total[64 * (group - half)]) : 1.f;
-                const float start1 = half ? exp2(total[64 * (group - half) + 1]) : 1.f;
-                T* const to_W = W + atK;
-                T* const to_Q = Qg + atK;
-                Fall<T> f0, f1;
+
+            const float e0 = exp2(before[0]), e1 = exp2(before[1]), t0 = exp2(after[0]), t1 = exp2(after[1]);
+            T* const to_W = W + atK;
+            T* const to_Q = Qg + atK;
+            T* const to_K = Kg + atK;
+            Fall<T> f0, f1;
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
-                    const pair32 u = unpack<T>(x.q[i]), w = unpack<T>(x.k[i]);
-                    const float q0 = u.x * f0.value(), q1 = u.y * f1.value(), k0 = w.x * f0.value(), k1 = w.y * f1.value();
-                    if (block > 0) {
-                        *reinterpret_cast<Pair<T>*>(row_q + i * ld) = round_pair<T>(q0 * start0, q1 * start1);
-                        *reinterpret_cast<Pair<T>*>(row_k + i * ld) = round_pair<T>(k0 * start0, k1 * start1);
-                    }
-                    const int n = i < live ? count : 0;
-                    store_pair<Whole>(to_Q + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
-                    store_pair<Whole>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
+            for (int i = 0; i < 8; ++i) {
+                f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
+                const pair32 u = unpack<T>(x.q[i]), w = unpack<T>(x.k[i]);
+                const float q0 = u.x * f0.value(), q1 = u.y * f1.value(), k0 = w.x * f0.value(), k1 = w.y * f1.value();
+                if (block > 0) {
+                    *reinterpret_cast<Pair<T>*>(row_q + i * ld) = round_pair<T>(q0 * start[0], q1 * start[1]);
+                    *reinterpret_cast<Pair<T>*>(row_k + i * ld) = round_pair<T>(k0 * start[0], k1 * start[1]);
                 }
+                const int n = i < live ? count : 0;
+                store_pair<Whole>(to_Q + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
+                store_pair<Whole>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
             }
-            {
-                // after: sum over the rows after this group's; gap[d]: over those before the block d later.
-                float after[2] = {0.f, 0.f}, gap[max(blocks, 2)][2];
+            f0 = f1 = Fall<T>{};
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    if (!half) after[j] = total[64 * (group + 1) + j];
+            for (int i = 7; i >= 0; --i) {
+                const pair32 w = unpack<T>(x.k[i]);
+                const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
+                store_pair<Whole>(to_K + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
 #pragma unroll
-                    for (int d = 1; d < blocks; ++d) {
-                        gap[d][j] = exp2(after[j]);
-                        if (block + d < blocks) after[j] += total[128 * (block + d) + j] + total[128 * (block + d) + 64 + j];
+                for (int d = 1; d < blocks; ++d)
+                    if (block + d < blocks) {
+                        const int r = 16 * IntraProducts<T, C>::pair_of(block, d) + 8 * half + i;
+                        *reinterpret_cast<Pair<T>*>(scolumns + r * ld + 2 * lane()) =
+                            round_pair<T>(k0 * gap[d][0], k1 * gap[d][1]);
                     }
-                }
-                if (decay && group == 0)
-                    for (int j = 0; j < min(count, 2); ++j)
-                        decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp2(total[j] + after[j]);
-                const float t0 = exp2(after[0]), t1 = exp2(after[1]);
-                T* const to_K = Kg + atK;
-                Fall<T> f0, f1;
-#pragma unroll
-                for (int i = 7; i >= 0; --i) {
-                    const pair32 w = unpack<T>(x.k[i]);
-                    const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
-                    store_pair<Whole>(to_K + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
-#pragma unroll
-                    for (int d = 1; d < blocks; ++d)
-                        if (block + d < blocks) {
-                            const int r = 16 * IntraProducts<T, C>::pair_of(block, d) + 8 * half + i;
-                            *reinterpret_cast<Pair<T>*>(scolumns + r * ld + 2 * lane()) =
-                                round_pair<T>(k0 * gap[d][0], k1 * gap[d][1]);
-                        }
-                    f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
-                }
+                f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
             }
             T* const tile = sq + (S::rows + S::levels * 24 * block) * ld;
             constexpr int step = S::levels == 1 ? 0 : 24 * ld;  // from one level's operands to the next
@@ -277,14 +277,6 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     }
     sync();
 
-    float* const sM = reinterpret_cast<float*>(shared);
-    float* const sA = reinterpret_cast<float*>(shared + S::square);
-    T* const sAqk = reinterpret_cast<T*>(sA);
-    T* const sAb = reinterpret_cast<T*>(sM);
-    T* const sx = reinterpret_cast<T*>(shared + S::x + warp() * S::own);
-    const int strideV = HV * V, strideC = HV * C;
-    const i64 rowV = chunk.token * strideV + head * V, rowC = chunk.token * strideC + head * C;
-
     // Each warp multiplies columns of V, then of exp Gamma * K, which lie where W will.
     const int v_units = ceil_div(V, S::width), units = v_units + ceil_div(K, S::width);
     auto load_columns = [&](int unit) {
@@ -300,15 +292,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll 1
     for (int p = tid(); p < C * lda / vec<T>; p += threads) st128(sAqk + p * vec<T>, u128{{0, 0, 0, 0}});
     sync();
-    products.store(
-        [&](int of_l, int i, int j, float x) {
-            if (of_l) sM[i * ldm + j] = sbeta[i] * x;
-            else sAqk[i * lda + j] = from_float<T>(scale * x);
-        },
-        [&](int of_l, int i, int j, float x, float y) {
-            if (of_l) *reinterpret_cast<pair32*>(sM + i * ldm + j) = pair32{sbeta[i] * x, sbeta[i] * y};
-            else *reinterpret_cast<Pair<T>*>(sAqk + i * lda + j) = round_pair<T>(scale * x, scale * y);
-        });
+    products.store([&](int i, int j, float x) { sAqk[i * lda + j] = from_float<T>(scale * x); },
+                   [&](int i, int j, float x) { sM[i * ldm + j] = sbeta[i] * x; });
     sync();
     store_tile<T, C, C, true>(Aqk + rowC, strideC, sAqk, lda, rows, C, tid(), threads);
     sync();
