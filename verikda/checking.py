@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from verikda import show
 from verikda.checks import CHECKS, Check, named
@@ -181,9 +182,9 @@ def replay_on(out: Console, target: Target, case_file: Path) -> int:
     for o in report.outcomes:
         worst = max(o.ratios.values(), default=None)
         first = o.failures[0].message if o.failures else o.detail
-        rows.add_row(o.check, show.coloured(o.verdict), "" if worst is None else f"{worst:.3g}", first)
+        rows.add_row(o.check, show.coloured(o.verdict), "" if worst is None else f"{worst:.3g}", escape(first))
     for check, reason in report.skipped.items():
-        rows.add_row(check, "not run", "", reason)
+        rows.add_row(check, "not run", "", escape(reason))
     out.print(rows)
     if report.failures:
         out.print(
@@ -200,9 +201,8 @@ def targets_command() -> int:
     out = show.console()
     rows = show.table("target", "here", "says")
     for entry in available():
-        rows.add_row(
-            entry.name, "yes" if entry.installed else "no", entry.description if entry.installed else entry.reason
-        )
+        says = entry.description if entry.installed else entry.reason
+        rows.add_row(entry.name, "yes" if entry.installed else "no", escape(says))
     rows.add_row("module:function", "yes", "any function with chunk_kda's public signature on torch tensors")
     out.print(rows)
     return PASS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rich.markup import escape
+
 from verikda import show
 from verikda.environment import versions
 
@@ -85,7 +87,7 @@ def doctor_command() -> int:
     out = show.console()
     rows = show.table("what", "for", "says")
     for what, purpose, find in PROBES:
-        rows.add_row(what, purpose, probe(find))
+        rows.add_row(what, purpose, escape(probe(find)))  # or [cuda13] would be taken for a style
     out.print(rows)
     packages = show.table("package", "version")
     for name, version in versions().items():

@@ -203,3 +203,13 @@ def test_ctrl_c_keeps_what_was_found_and_prints_the_summary() -> None:
     cases = [line for line in lines if line["kind"] == "case"]
     assert 0 < len(cases) == sum(lines[-1]["verdicts"].values()) < 9999
     assert load_case(the_finding())[1] == "zoo:DV_OFF"
+
+
+def test_brackets_of_an_extra_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verikda[cuda13]` in a table is text, not a style."""
+    from verikda import doctor
+
+    probes = (("GPU", "kernels", lambda: "no: pip install 'verikda[cuda13]'"),)
+    monkeypatch.setattr(doctor, "PROBES", probes)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert "verikda[cuda13]" in result.output
