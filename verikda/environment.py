@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 
 _OWN = ("verikda", "numpy", "hypothesis", "mpmath", "ml_dtypes")
 PACKAGES = (*_OWN, "torch", "transformers", "triton", "fla-core", "cupy-cuda13x", "cupy-cuda12x")
@@ -29,5 +30,6 @@ def environment() -> dict[str, object]:
     return {
         "versions": versions(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "command": " ".join(["verikda", *sys.argv[1:]]),
+        # where an absolute path led is nobody's business but this machine's
+        "command": " ".join(["verikda", *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]),
     }
