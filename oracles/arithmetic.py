@@ -7,8 +7,9 @@ lets both kinds meet, so whatever does not depend on the run is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from oracles.contract import Contract
 from oracles.rounding import Floats, Salt, hashed_noise, round_rotated, round_stochastic, round_to
+from oracles.substitution import substitute
 
 Step = TypeVar("Step")
 
@@ -88,15 +90,22 @@ class Operations:
         y: Floats = np.matmul(a, b)
         return y
 
-    def accumulated(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
-        """S as the sum of `terms` products whose squares sum to `squares`."""
+    def product(self, a: Floats, b: Floats, axes: int = 3) -> Floats:
+        """Matrix product whose noise is still to be added by `accumulated`; arrays have `axes` axes without runs."""
+        y: Floats = np.matmul(a, b)
+        return y
+
+    def accumulated(
+        self, s: Floats, squares: Floats, terms: Floats | float, exponentials: Floats | float = 0.0
+    ) -> Floats:
+        """S as the sum of `terms` products whose squares sum to `squares`, `exponentials` of it with an exponential."""
         return s
 
-    def substituted(self, A: Floats, N: Floats) -> Floats:
-        """A = (I + N)^-1 as found by forward substitution."""
-        return A
+    def substituted(self, N: Floats) -> Floats:
+        """(I + N)^-1 by forward substitution."""
+        return substitute(N)
 
-    def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
+    def total(self, x: Floats, axis: int) -> Floats:
         """Sum over an axis, which is kept with length 1."""
         s: Floats = x.sum(axis, keepdims=True)
         return s
@@ -201,7 +210,10 @@ class NoisyOperations(StochasticOperations):
     """Float64 arithmetic with the noise of float32 added where float32 would round.
 
     Needed where float32 is the contract: real float32 arithmetic commits the same errors in every
-    run, so it says nothing about those of another order of summation.
+    run, so it says nothing about those of another order of summation. What follows is the noise of the
+    stochastic runs. The others do their sums in real float32 arithmetic, on operands scaled onto the run's
+    own grid: adding one small term again and again to a large sum rounds alike each time, which no independent
+    noise would show.
 
     **Dot product.** A float32 accumulation of products p_1..p_n rounds each partial sum s_k with an
     error of variance about u^2 s_k^2 / 4 (u = 2^-24: one rounding to nearest has variance
@@ -255,43 +267,78 @@ class NoisyOperations(StochasticOperations):
         return np.floor(y / FLUSH + self.rng.random((y.shape[0], 1, 1, 1))) * FLUSH
 
     def dot(self, a: Floats, b: Floats) -> Floats:
-        s: Floats = np.matmul(a, b)
+        s = self.product(a, b)
         a0, b0 = one_run(a), one_run(b)
         squares = np.matmul(a0 * a0, b0 * b0)
         used_a = np.count_nonzero(a0, axis=-1)[..., :, None]
         used_b = np.count_nonzero(b0, axis=-2)[..., None, :]
         return self.accumulated(s, squares, np.minimum(used_a, used_b))
 
-    def accumulated(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
-        return s + self._error(s, squares, terms)
+    def product(self, a: Floats, b: Floats, axes: int = 3) -> Floats:
+        (a0, a1), (b0, b1) = self._halves(a, axes), self._halves(b, axes)
+        s = self._with_runs(np.matmul(a0, b0), self.fresh, axes)
+        return np.concatenate([s, self._in_single(np.matmul, a1, b1, axes=axes)])
 
-    def _error(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
+    def _halves(self, x: Floats, axes: int = 3) -> tuple[Floats, Floats]:
+        """The stochastic runs, and the others; both are x where x has no run axis."""
+        return (x[: self.fresh], x[self.fresh :]) if x.ndim > axes else (x, x)
+
+    def _with_runs(self, x: Floats, runs: int, axes: int = 3) -> Floats:
+        return x if x.ndim > axes else np.broadcast_to(x, (runs, *x.shape))
+
+    def _in_single(self, function: Callable[..., Any], *operands: Floats, axes: int = 3) -> Floats:
+        """A multilinear function in real float32 arithmetic, each run's operands scaled onto its own grid.
+
+        What is stored on the rotated grid is a float32 number there, so only inputs are rounded by this.
+        """
+        factor = self._factor.reshape(-1, *(1,) * axes)
+        y: Floats = function(*((x * factor).astype(np.float32) for x in operands)).astype(np.float64)
+        y /= factor ** len(operands)
+        return y
+
+    def accumulated(
+        self, s: Floats, squares: Floats, terms: Floats | float, exponentials: Floats | float = 0.0
+    ) -> Floats:
         s0 = one_run(s)
         # a partial sum may reach the root of the sum of squares even where products cancel
         squares = np.where(np.maximum(squares, s0 * s0) > LARGEST**2, np.inf, squares)
-        variance = np.maximum(terms, 1.0) * (0.5 * squares + s0 * s0 / 3.0)
-        e: Floats = (0.5 * UNIT) * np.sqrt(variance) * self.noise(s)
-        return e
+        summed = np.maximum(terms, 1.0) / 4.0 * (0.5 * squares + s0 * s0 / 3.0)
+        noise = self.noise(s).astype(np.float64) * UNIT
+        noise[: self.fresh] *= np.sqrt(summed + exponentials)
+        noise[self.fresh :] *= np.sqrt(exponentials)  # their sums were rounded in earnest
+        noise += s
+        return noise
 
-    def substituted(self, A: Floats, N: Floats) -> Floats:
+    def substituted(self, N: Floats) -> Floats:
+        n0, n1 = self._halves(N)
         # an error E_i of the sum A_i = e_i - sum_{j<i} N_ij A_j reaches later rows through A itself: A + A E
-        n0, a0 = one_run(N), one_run(A)
+        A = self._with_runs(substitute(n0), self.fresh)
+        first, a0 = one_run(N), one_run(A)
         C = A.shape[-1]
-        terms = np.arange(C, dtype=np.float64)[:, None] - np.arange(C)
-        E = self._error(A - np.eye(C), np.matmul(n0 * n0, a0 * a0), np.maximum(terms, 0.0))
-        perturbed: Floats = A + np.matmul(A, E)
-        return perturbed
+        terms = np.maximum(np.arange(C)[:, None] - np.arange(C), 1.0)
+        below = a0 - np.eye(C)
+        variance = terms / 4.0 * (0.5 * np.matmul(first * first, a0 * a0) + below * below / 3.0)
+        E = UNIT * np.sqrt(variance) * hashed_noise(A - np.eye(C), self.salt()[: self.fresh])
+        rounded = substitute(n1.astype(np.float32)).astype(np.float64)
+        return np.concatenate([A + np.matmul(A, E), self._with_runs(rounded, len(self._factor))])
 
-    def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
-        s = x.sum(axis, keepdims=True)
+    def total(self, x: Floats, axis: int) -> Floats:
         x0 = one_run(x)
+        first, second = self._halves(x)
+
+        def in_turn(y: Floats) -> Floats:
+            return np.take(np.cumsum(y, axis=axis), [-1], axis=axis) if y.shape[axis] else y.sum(axis, keepdims=True)
+
+        s = self._with_runs(first.sum(axis, keepdims=True), self.fresh)
+        s = np.concatenate([s, self._in_single(in_turn, second)])
         return self.accumulated(s, (x0 * x0).sum(axis, keepdims=True), np.count_nonzero(x0, axis=axis, keepdims=True))
 
     def cumsum(self, x: Floats) -> Floats:
-        s = np.cumsum(x, axis=-2)
-        size = np.where(x == 0, 0.0, (0.5 * UNIT) * np.abs(s))  # adding 0 is exact
-        y: Floats = s + np.cumsum(size * self.noise(s), axis=-2)
-        return y
+        first, second = self._halves(x)
+        s = np.cumsum(first, axis=-2)
+        size = np.where(first == 0, 0.0, (0.5 * UNIT) * np.abs(s))  # adding 0 is exact
+        noisy = s + np.cumsum(size * hashed_noise(s, self.salt()[: self.fresh]), axis=-2)
+        return np.concatenate([noisy, self._in_single(partial(np.cumsum, axis=-2), second)])
 
 
 def times(x: Floats, factor: Floats | None) -> Floats:
