@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oracles.contract import Contract
-from oracles.rounding import Floats, Salt, hashed_noise, round_rotated, round_stochastic, round_to
+from oracles.rounding import Floats, Salt, hashed_noise, round_rotated, round_stochastic, round_to, spacing
 from oracles.substitution import substitute
 
 Step = TypeVar("Step")
@@ -27,8 +27,10 @@ UNIT = 2.0**-24
 LARGEST = 2.0**128 - 2.0**104
 """Largest float32."""
 
+LN2 = float(np.log(2.0))
+
 FLUSH = 2.0**-126
-"""Smallest normal float32: exponentials below it may be flushed to zero on a GPU."""
+"""Smallest normal float32: what is below may be flushed to zero on a GPU."""
 
 
 class Operations:
@@ -58,6 +60,10 @@ class Operations:
     def empty(self, *shape: int) -> Floats:
         """Uninitialised array, with a run axis where there are runs."""
         return np.empty(shape if self.runs is None else (self.runs, *shape), self.real)
+
+    def blank(self, *shape: int) -> Floats:
+        """Zeros, with a run axis where there are runs."""
+        return np.zeros(shape if self.runs is None else (self.runs, *shape), self.real)
 
     def site(self, name: str, x: Floats) -> Floats:
         """Round to the contract's storage dtype if `name` is one of its sites, else to `wide`."""
@@ -110,8 +116,8 @@ class Operations:
         s: Floats = x.sum(axis, keepdims=True)
         return s
 
-    def cumsum(self, x: Floats) -> Floats:
-        """Inclusive cumulative sum along the last axis but one."""
+    def cumsum(self, x: Floats, *, exponent: bool = False) -> Floats:
+        """Inclusive cumulative sum along the last axis but one; `exponent` if exp will be taken of it."""
         return np.cumsum(x, axis=-2)
 
     def suffix_cumsum(self, x: Floats) -> Floats:
@@ -226,9 +232,9 @@ class NoisyOperations(StochasticOperations):
     exact result alone would not do: where it happens to lie beside a float32 number that costs nothing.
 
     **Exponential.** GPUs compute 2^(x log2 e) by an instruction exact to about 2 ulp: relative
-    deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact. Results under 2^-126 may be flushed.
+    deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact.
 
-    Sums beyond the largest float32 become infinite or NaN, as they would there.
+    Whatever is kept is flushed below 2^-126. Sums beyond the largest float32 become infinite or NaN.
 
     **Cumulative sum.** Sequential: each partial sum adds an error of deviation u/2 times itself, which later ones keep.
     """
@@ -256,15 +262,24 @@ class NoisyOperations(StochasticOperations):
         y = np.exp(x)
         sigma = UNIT * np.sqrt(np.minimum(1.0 + x * x / 4.0, 1e12))
         y = y * (1.0 + np.where(x == 0, 0.0, sigma) * self.noise(x))
-        return np.where(np.abs(y) < FLUSH, self._flushed(y), y)
+        return self._flushed(y)
 
     def softplus(self, x: Floats) -> Floats:
         # 1 + exp x is rounded to float32, as in the formula log(1 + exp x) that kernels use
         small = np.minimum(x, 30.0)
         return np.where(x > 20.0, x, self.function(np.log(self.wide(1.0 + self.exp(small)))))
 
+    def rounded(self, x: Floats, dtype: str) -> Floats:
+        return self._flushed(super().rounded(x, dtype)) if dtype != "float16" else super().rounded(x, dtype)
+
     def _flushed(self, y: Floats) -> Floats:
-        return np.floor(y / FLUSH + self.rng.random((y.shape[0], 1, 1, 1))) * FLUSH
+        """Y, where stochastic runs take a number too small for float32's normal numbers to 0 or to the smallest one."""
+        first = y[: self.fresh]
+        tiny = (np.abs(first) < FLUSH) & (first != 0)
+        if tiny.any():
+            dither = np.broadcast_to(self.rng.random((self.fresh, 1, 1, 1)), first.shape)
+            first[tiny] = np.copysign(np.floor(np.abs(first[tiny]) / FLUSH + dither[tiny]) * FLUSH, first[tiny])
+        return y
 
     def dot(self, a: Floats, b: Floats) -> Floats:
         s = self.product(a, b)
@@ -303,11 +318,13 @@ class NoisyOperations(StochasticOperations):
         # a partial sum may reach the root of the sum of squares even where products cancel
         squares = np.where(np.maximum(squares, s0 * s0) > LARGEST**2, np.inf, squares)
         summed = np.maximum(terms, 1.0) / 4.0 * (0.5 * squares + s0 * s0 / 3.0)
-        noise = self.noise(s).astype(np.float64) * UNIT
-        noise[: self.fresh] *= np.sqrt(summed + exponentials)
-        noise[self.fresh :] *= np.sqrt(exponentials)  # their sums were rounded in earnest
-        noise += s
-        return noise
+        # Equal sums may be formed in different orders, as a diagonal often is, so stochastic runs set them apart.
+        # The sums of the others were rounded in earnest.
+        first, second = self._halves(s)
+        salt = self.salt()
+        a = UNIT * np.sqrt(summed + exponentials) * hashed_noise(first, salt[: self.fresh], apart=True)
+        b = UNIT * np.sqrt(0.5 * exponentials) * hashed_noise(second, salt[self.fresh :])
+        return self._flushed(np.concatenate([first + a, second + b]))
 
     def substituted(self, N: Floats) -> Floats:
         n0, n1 = self._halves(N)
@@ -318,7 +335,7 @@ class NoisyOperations(StochasticOperations):
         terms = np.maximum(np.arange(C)[:, None] - np.arange(C), 1.0)
         below = a0 - np.eye(C)
         variance = terms / 4.0 * (0.5 * np.matmul(first * first, a0 * a0) + below * below / 3.0)
-        E = UNIT * np.sqrt(variance) * hashed_noise(A - np.eye(C), self.salt()[: self.fresh])
+        E = UNIT * np.sqrt(variance) * hashed_noise(A - np.eye(C), self.salt()[: self.fresh], apart=True)
         rounded = substitute(n1.astype(np.float32)).astype(np.float64)
         return np.concatenate([A + np.matmul(A, E), self._with_runs(rounded, len(self._factor))])
 
@@ -333,11 +350,13 @@ class NoisyOperations(StochasticOperations):
         s = np.concatenate([s, self._in_single(in_turn, second)])
         return self.accumulated(s, (x0 * x0).sum(axis, keepdims=True), np.count_nonzero(x0, axis=axis, keepdims=True))
 
-    def cumsum(self, x: Floats) -> Floats:
+    def cumsum(self, x: Floats, *, exponent: bool = False) -> Floats:
         first, second = self._halves(x)
         s = np.cumsum(first, axis=-2)
-        size = np.where(first == 0, 0.0, (0.5 * UNIT) * np.abs(s))  # adding 0 is exact
-        noisy = s + np.cumsum(size * hashed_noise(s, self.salt()[: self.fresh]), axis=-2)
+        # GPUs keep exponents in units of log2, where spacings differ
+        size = spacing(s / LN2, "float32") * (LN2 / np.sqrt(6.0)) if exponent else (0.5 * UNIT) * np.abs(s)
+        size = np.where(first == 0, 0.0, size)  # adding 0 is exact
+        noisy = s + np.cumsum(size * hashed_noise(s, self.salt()[: self.fresh], apart=True), axis=-2)
         return np.concatenate([noisy, self._in_single(partial(np.cumsum, axis=-2), second)])
 
 

@@ -68,7 +68,7 @@ def forward(problem: Problem, layout: Layout, x: Activated, op: Operations) -> B
     Q, K, V, beta = (layout.blocks(y, heads) for y in (x.q, x.k, x.v, x.beta))
     Gamma = eGamma = eTail = decay = None
     if x.g is not None:
-        Gamma = op.cumsum(layout.blocks(x.g, heads))
+        Gamma = op.cumsum(layout.blocks(x.g, heads), exponent=True)
         eGamma, eTail = op.exp(Gamma), op.exp(Gamma[..., -1:, :] - Gamma)
         decay = np.swapaxes(eGamma[..., -1:, :], -1, -2)
     products = GatedProducts(op, Q, K, Gamma, layout.used(heads))

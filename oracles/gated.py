@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from oracles.anchored import anchored_products
 from oracles.arithmetic import Operations, one_run
 from oracles.layout import Index
 from oracles.rounding import Floats
@@ -37,7 +38,7 @@ class GatedProducts:
 
     def __init__(self, op: Operations, Q: Floats, K: Floats, Gamma: Floats | None, used: Index) -> None:
         self.used = used
-        self.op, self.Q, self.K = op, Q, K
+        self.op, self.Q, self.K, self.Gamma = op, Q, K, Gamma
         C = K.shape[-2]
         self.M = np.tril(np.ones((C, C), op.real))
         self.exclude = np.where(self.M > 0, 0.0, -np.inf).astype(op.real)[..., None]
@@ -54,6 +55,8 @@ class GatedProducts:
     def forward(self) -> tuple[Floats, Floats]:
         """Aqk [.., X, C, C] (diagonal included) and L (strictly lower)."""
         op, M = self.op, self.M
+        if self.Gamma is not None and "QK" in op.contract.sites:
+            return anchored_products(op, self.Q, self.K, self.Gamma)
         if self.gamma is None:
             KT = np.swapaxes(self.K, -1, -2)
             return op.dot(self.Q, KT) * M, op.dot(self.K, KT) * np.tril(M, -1)
