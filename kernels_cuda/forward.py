@@ -8,7 +8,8 @@
 Nothing is read back, so nothing waits. Budget at B,T,H = 1,8192,32, K = V = 128, bfloat16, float32 g, C = 64, on 132
 multiprocessors, 4.3 TB/s and 1.755 GHz; bytes per token and value head, of which there are 262144:
 
-    prepare       reads q k v g 1280 B, writes Aqk U W Kg Qg 1152 B: 2432 B, 148 us
+    prepare       reads q k v g 1280 B, writes Aqk U W Kg Qg 1152 B: 2432 B, 148 us; per chunk and head 1200 mma of
+                  16x8x16 and about 22000 other warp instructions: 100 us at four per clock
     chunk_state   reads Aqk U W Kg Qg 1152 B, writes O 256 B: 1408 B, 86 us, and reads all but U once more from L2 for
                   each further slice of V; 128 dependent steps of two products, about 1200 clocks each: 90 us
     both          234 us of memory traffic, against 94 us for a kernel that keeps everything on chip
@@ -299,10 +300,11 @@ def _slices(dtype: str, KP: int) -> tuple[int, int]:
 
 def prepare_shared(dtype: str, chunk: int) -> int:
     """Bytes of PrepareShape in prepare.cu."""
-    size, wide = BYTES[dtype], dtype == "float32"
-    operands = 3 * chunk * (64 + 16 // size) * 4
-    own = chunk * ((16 if wide else 32) + 16 // size) * size
-    return max(operands, 8 * chunk * (chunk + 8) + chunk // 8 * own) + 64 * chunk + 5 * chunk * 4
+    size, blocks, wide = BYTES[dtype], chunk // 16, dtype == "float32"
+    pitch, own = 64 + 16 // size, chunk * ((16 if wide else 32) + 16 // size) * size
+    rows = max(2 * (chunk - 16) + 8 * blocks * (blocks - 1), 2 * chunk) + (1 if wide else 4) * 24 * blocks
+    square = chunk * (chunk + 8) * 4
+    return max(rows * pitch * size, 2 * square + 2 * blocks * own) + 4 * blocks * 64 * 4 + 3 * chunk * 4
 
 
 def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:
@@ -316,18 +318,15 @@ def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:
 def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int, int, int]:
     """Columns of V per block, buffers of the ring, and warps.
 
-    Wide slices read W, Kg and Qg fewer times; narrow ones fill the device when there are few heads. One step of a
-    block takes `step`, as measured on an H200 at K = 128 in bfloat16 (16 wide: guessed), and blocks run in waves.
+    Wide slices read W, Kg and Qg fewer times; narrow ones fill the device when there are few heads.
     """
-    step = {16: 0.85, 32: 1.0, 64: 1.35, 128: 1.9}
-    widest = 128 if call.dtype != "float32" and call.KP <= 128 else 32 if call.KP == 256 else 64
-    widths = [BV for BV in step if 512 // call.chunk <= BV <= widest]
+    widths = [BV for BV in (64, 32, 16) if BV * call.chunk >= 512 and not (BV == 64 and call.KP == 256)]
 
-    def time(BV: int) -> float:
-        return step[BV] * -(-call.N * call.HV * -(-call.V // BV) // processors)
+    def fills(BV: int) -> bool:
+        return BV // 2 < call.V and processors <= 2 * call.N * call.HV * -(-call.V // BV)
 
-    for BV in sorted(widths, key=time):
-        for R in (3, 2, 1) if BV == min(widths) else (3, 2):
-            if state_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
-                return BV, R, 8 if BV == 128 else 4
+    BV = next(filter(fills, widths), widths[-1])
+    for R in (3, 2, 1):
+        if state_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
+            return BV, R, min(8, BV * call.chunk // 128)
     raise ValueError(f"chunk {call.chunk} with K={call.K} needs more than {shared_limit} bytes of shared memory")

@@ -37,19 +37,17 @@ VK_DEVICE float sigmoid(float x) { return 1.f / (1.f + exp(-x)); }
 
 VK_DEVICE float gate_rate(const Gate& gate, int head) { return gate.A_log ? exp(gate.A_log[head]) : 1.f; }
 
-// Log of the decay of one token and channel, as the caller gives it. `rate` = exp(A_log), `bias` = dt_bias.
-VK_DEVICE float natural_decay(const Gate& gate, float x, float rate, float bias) {
+// log2 of the decay of one token and channel. `rate` = exp(A_log), `bias` = dt_bias.
+VK_DEVICE float log2_decay(const Gate& gate, float x, float rate, float bias) {
+    float g = x;
     if (gate.kind == gate_softplus) {
         const float z = x + bias;
-        return -rate * (fmax(z, 0.f) + log1p(exp(-fabs(z))));
+        g = -rate * (fmax(z, 0.f) + log1p(exp(-fabs(z))));
+    } else if (gate.kind == gate_bounded) {
+        g = gate.lower_bound * sigmoid(rate * (x + bias));
     }
-    return gate.kind == gate_bounded ? gate.lower_bound * sigmoid(rate * (x + bias)) : x;
-}
-
-VK_DEVICE float cut_decay(float g, float strongest) { return g < strongest ? strongest : g; }  // NaN stays NaN
-
-VK_DEVICE float log2_decay(const Gate& gate, float x, float rate, float bias) {
-    return cut_decay(natural_decay(gate, x, rate, bias) * log2_e, strongest_decay);
+    g *= log2_e;
+    return g < strongest_decay ? strongest_decay : g;  // NaN stays NaN
 }
 
 VK_DEVICE float write_strength(float x, int kind) {
