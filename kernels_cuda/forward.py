@@ -300,11 +300,10 @@ def _slices(dtype: str, KP: int) -> tuple[int, int]:
 
 def prepare_shared(dtype: str, chunk: int) -> int:
     """Bytes of PrepareShape in prepare.cu."""
-    size, blocks, wide = BYTES[dtype], chunk // 16, dtype == "float32"
-    pitch, own = 64 + 16 // size, chunk * ((16 if wide else 32) + 16 // size) * size
-    rows = max(2 * (chunk - 16) + 8 * blocks * (blocks - 1), 2 * chunk) + (1 if wide else 4) * 24 * blocks
-    square = chunk * (chunk + 8) * 4
-    return max(rows * pitch * size, 2 * square + 2 * blocks * own) + 4 * blocks * 64 * 4 + 3 * chunk * 4
+    size, wide = BYTES[dtype], dtype == "float32"
+    operands = 3 * chunk * (64 + 16 // size) * 4
+    own = chunk * ((16 if wide else 32) + 16 // size) * size
+    return max(operands, 8 * chunk * (chunk + 8) + chunk // 8 * own) + 64 * chunk + 5 * chunk * 4
 
 
 def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:

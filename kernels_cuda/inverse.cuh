@@ -9,6 +9,7 @@
 // float16 that follows. They find the transposed column, A_ab^T = -(sum A_cb^T M_ac^T) A_aa^T, because an accumulator is
 // then the left operand of the next product as it lies in registers.
 #pragma once
+#include "pair.cuh"
 #include "tile.cuh"
 
 namespace vk {
@@ -17,11 +18,7 @@ struct SplitOperand {
     u32 hi[4], lo[4];
     VK_DEVICE void set(const float (&x)[2][4]) {  // from the accumulator of a 16x16 product
 #pragma unroll
-        for (int i = 0; i < 4; ++i) split(hi[i], lo[i], x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
-    }
-    static VK_DEVICE void split(u32& hi, u32& lo, float x, float y) {
-        hi = bf16x2_round(x, y);
-        lo = bf16x2_round(x - as_float(hi << 16), y - as_float(hi & 0xffff0000u));
+        for (int i = 0; i < 4; ++i) split_pair(hi[i], lo[i], x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
     }
 };
 
@@ -34,7 +31,7 @@ VK_DEVICE void split_product(float (&acc)[2][4], const SplitOperand& a, const fl
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float* const p = B + (8 * n + g) * ld + 2 * t + 8 * i;
-            SplitOperand::split(hi[i], lo[i], p[0], p[1]);
+            split_pair(hi[i], lo[i], p[0], p[1]);
         }
         mma16816<bf16>(acc[n], a.lo, hi);
         mma16816<bf16>(acc[n], a.hi, lo);

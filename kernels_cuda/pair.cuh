@@ -24,6 +24,12 @@ template <class T> VK_DEVICE Pair<T> round_pair(float x, float y) {
     if constexpr (is_16bit<T>) return pack2<T>(x, y);
     else return pair32{x, y};
 }
+// x = hi + lo in bf16: float's range, relative error 2^-17.
+VK_DEVICE void split_pair(u32& hi, u32& lo, float x, float y) {
+    hi = bf16x2_round(x, y);
+    lo = bf16x2_round(x - as_float(hi << 16), y - as_float(hi & 0xffff0000u));
+}
+
 template <class T> VK_DEVICE Pair<T> zero_pair() { return round_pair<T>(0.f, 0.f); }
 
 // The first `count` (any number) of two elements at p, the rest zero. Whole: p is aligned to two elements and count is even,

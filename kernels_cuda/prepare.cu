@@ -22,16 +22,15 @@
 namespace vk {
 
 template <class T, int C> struct PrepareShape {
-    static constexpr int blocks = C / 16, pairs = blocks * (blocks - 1) / 2, warps = C / 8, threads = 32 * warps;
+    using E = typename Factor<T>::E;
+    static constexpr int blocks = C / 16, warps = C / 8, threads = 32 * warps;
     static constexpr int ld = pitch<T>(64), ldm = C + 8, width = is_16bit<T> ? 32 : 16, ldx = pitch<T>(width);
-    // Operands: q and k of all blocks but the first and one block per pair with a gate, q and k of all blocks without.
-    static constexpr int rows = max(2 * (C - 16) + 16 * pairs, 2 * C);
-    static constexpr int levels = is_16bit<T> ? 4 : 1;          // whose operands are kept at a time
-    static constexpr int operands = (rows + levels * 24 * blocks) * ld * int(sizeof(T));
+    // Operands, in turn: of levels 1 and 2, of levels 4 and 8, of what lies below; without a gate q and k.
+    static constexpr int plane = 3 * C * ld, operands = Factor<T>::planes * plane * int(sizeof(E));
     // In their place later: M and A, then a tile of each warp's columns of V or exp Gamma * K.
     static constexpr int square = C * ldm * 4, own = C * ldx * int(sizeof(T)), x = 2 * square;
     static constexpr int totals = max(operands, x + warps * own), vectors = totals + 2 * warps * 64 * 4;
-    static constexpr int bytes = vectors + 3 * C * 4;
+    static constexpr int bytes = vectors + 5 * C * 4;
 };
 
 // acc[16-row block][...] += lower triangle of Ab times columns of X.
@@ -42,6 +41,30 @@ VK_DEVICE void lower_product(float (&acc)[C / 16][Columns / 8][4], const T* Ab, 
         auto& rest = *reinterpret_cast<float (*)[M / 16][Columns / 8][4]>(acc + First);
         warp_mma<T, M, Columns, 16>(rest, Ab + 16 * First * pitch<T>(C) + 16 * First, pitch<T>(C), X + 16 * First * ldx, ldx);
         lower_product<T, C, Columns, First + 1>(acc, Ab, X, ldx);
+    }
+}
+
+// float16 cannot hold A diag(beta) where beta is small, so such a beta's power of two goes to the row that it multiplies:
+// exact, unless that row falls below the normal numbers of float16, and then U and W do so too. 1 for every other beta.
+template <class T> VK_DEVICE float small_power(float beta) {
+    if (!is_same<T, f16> || !(fabs(beta) < 0.0625f) || beta == 0.f) return 1.f;
+    return fmax(as_float(as_u32(beta) & 0x7f800000u), 0x1p-126f);
+}
+template <class T, int C, int Columns> VK_DEVICE void scale_rows(T* X, int ld, const float* powers) {
+    if constexpr (is_same<T, f16>) {
+        constexpr int pieces = Columns / vec<T>;
+#pragma unroll 1
+        for (int p = lane(); p < C * pieces; p += 32) {
+            const float power = powers[p / pieces];
+            if (power == 1.f) continue;
+            T* const at = X + p / pieces * ld + p % pieces * vec<T>;
+            const u128 x = ld128(at);
+            float y[vec<T>];
+#pragma unroll
+            for (int i = 0; i < vec<T>; ++i) y[i] = to_float(get<T>(x, i)) * power;
+            st128(at, pack<T>(y));
+        }
+        syncwarp();
     }
 }
 
@@ -74,16 +97,15 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     using S = PrepareShape<T, C>;
     constexpr bool Gated = Kind != 0;
     constexpr int ld = S::ld, ldm = S::ldm, lda = pitch<T>(C), blocks = C / 16, groups = C / 8, threads = S::threads;
-    T* const sq = reinterpret_cast<T*>(shared);
-    T* const sk = sq + (Gated ? C - 16 : C) * ld;
-    T* const scolumns = sk + (C - 16) * ld;
+    using E = typename S::E;
+    E* const operands = reinterpret_cast<E*>(shared);
     float* const sM = reinterpret_cast<float*>(shared);
     float* const sA = reinterpret_cast<float*>(shared + S::square);
     T* const sAqk = reinterpret_cast<T*>(sA);
     T* const sAb = reinterpret_cast<T*>(sM);
     T* const sx = reinterpret_cast<T*>(shared + S::x + warp() * S::own);
     float* const totals = reinterpret_cast<float*>(shared + S::totals);  // [2][groups][64]
-    float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|
+    float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|, beta / power, power
 
     const int head = bidx() % HV, chunk_index = bidx() / HV, share = HV / H;
     const Chunk chunk = chunks[chunk_index];
@@ -101,6 +123,9 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         const int r = tid();
         const float b = r < rows ? write_strength(load_either<T>(beta, rowB + r * HV, beta_is_float), beta_kind) : 0.f;
         sbeta[r] = b;
+        const float power = small_power<T>(b);
+        sbeta[3 * C + r] = b / power;
+        sbeta[4 * C + r] = power;
         if (beta_used && r < rows) beta_used[rowB + r * HV] = b;
     }
     if (qk_norm)
@@ -170,27 +195,11 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                 }
         }
         sync();  // totals are known; operands of the slice before have been read
-        T* const row_q = sq + (first_row - (Gated ? 16 : 0)) * ld + 2 * lane();
-        T* const row_k = sk + (first_row - (Gated ? 16 : 0)) * ld + 2 * lane();
         if constexpr (Gated) {
-            // Sums before this group's rows and after them, here and in its block; gap[d]: to the block d later.
-            float before[2] = {0.f, 0.f}, after[2] = {0.f, 0.f}, start[2], gap[max(blocks, 2)][2];
+            float before[2] = {0.f, 0.f};  // sum over this chunk's rows before this group's
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-#pragma unroll
-                for (int i = 0; i < groups; ++i)
-                    if (i < group) before[j] += total[64 * i + j];
-                start[j] = half ? exp2(total[64 * (group - half) + j]) : 1.f;
-                if (!half) after[j] = total[64 * (group + 1) + j];
-#pragma unroll
-                for (int d = 1; d < blocks; ++d) {
-                    gap[d][j] = exp2(after[j]);
-                    if (block + d < blocks) after[j] += total[128 * (block + d) + j] + total[128 * (block + d) + 64 + j];
-                }
-            }
-            if (decay && group == 0)
-                for (int j = 0; j < min(count, 2); ++j)
-                    decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp2(total[j] + after[j]);
+            for (int i = 0; i < groups; ++i)
+                if (i < group) before[0] += total[64 * i], before[1] += total[64 * i + 1];
             if (Gamma) {
                 float sum[2] = {before[0], before[1]};
 #pragma unroll
@@ -203,65 +212,92 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             for (int i = 0; i < 8; ++i)
 #pragma unroll
                 for (int j = 0; j < 2; ++j) x.fall[i][j] = Fall<T>::of(x.fall[i][j]);
-            products.diagonal += x.diagonal();
 
-            const float e0 = exp2(before[0]), e1 = exp2(before[1]), t0 = exp2(after[0]), t1 = exp2(after[1]);
-            T* const to_W = W + atK;
-            T* const to_Q = Qg + atK;
-            T* const to_K = Kg + atK;
-            Fall<T> f0, f1;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
-                const pair32 u = unpack<T>(x.q[i]), w = unpack<T>(x.k[i]);
-                const float q0 = u.x * f0.value(), q1 = u.y * f1.value(), k0 = w.x * f0.value(), k1 = w.y * f1.value();
-                if (block > 0) {
-                    *reinterpret_cast<Pair<T>*>(row_q + i * ld) = round_pair<T>(q0 * start[0], q1 * start[1]);
-                    *reinterpret_cast<Pair<T>*>(row_k + i * ld) = round_pair<T>(k0 * start[0], k1 * start[1]);
-                }
-                const int n = i < live ? count : 0;
-                store_pair<Whole>(to_Q + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
-                store_pair<Whole>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
-            }
-            f0 = f1 = Fall<T>{};
-#pragma unroll
-            for (int i = 7; i >= 0; --i) {
-                const pair32 w = unpack<T>(x.k[i]);
-                const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
-                store_pair<Whole>(to_K + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
-#pragma unroll
-                for (int d = 1; d < blocks; ++d)
-                    if (block + d < blocks) {
-                        const int r = 16 * IntraProducts<T, C>::pair_of(block, d) + 8 * half + i;
-                        *reinterpret_cast<Pair<T>*>(scolumns + r * ld + 2 * lane()) =
-                            round_pair<T>(k0 * gap[d][0], k1 * gap[d][1]);
-                    }
-                f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
-            }
-            T* const tile = sq + (S::rows + S::levels * 24 * block) * ld;
-            constexpr int step = S::levels == 1 ? 0 : 24 * ld;  // from one level's operands to the next
-            auto between = [&](int level) {  // one level at a time: the other half's operands, then room for the next
-                if (S::levels > 1) return;
-                sync();
-                products.add_inside(level, tile, ld);
-                sync();
-            };
-            x.template level<1>(tile + 2 * lane(), ld, half);
-            between(0);
-            x.template level<2>(tile + step + 2 * lane(), ld, half);
-            between(1);
-            x.template level<4>(tile + 2 * step + 2 * lane(), ld, half);
-            between(2);
-            x.template level<8>(tile + 3 * step + 2 * lane(), ld, half);
+            E* const tile = operands + 48 * block * ld;  // of one level; the next one's follows
+            E* const mine = tile + 2 * lane();
+            x.template level<1>(mine, ld, S::plane, half);
+            x.template level<2>(mine + 24 * ld, ld, S::plane, half);
             sync();
+            products.add_inside(0, tile, ld, S::plane);
+            products.add_inside(1, tile + 24 * ld, ld, S::plane);
+            sync();
+            x.template level<4>(mine, ld, S::plane, half);
+            x.template level<8>(mine + 24 * ld, ld, S::plane, half);
+            sync();
+            products.add_inside(2, tile, ld, S::plane);
+            products.add_inside(3, tile + 24 * ld, ld, S::plane);
+            sync();
+
+            E* const sq = operands;
+            E* const sk = sq + (C - 16) * ld;
+            E* const scolumns = sk + (C - 16) * ld;
+            {
+                const float e0 = exp2(before[0]), e1 = exp2(before[1]);
+                const float start0 = half ? exp2(total[64 * (group - half)]) : 1.f;
+                const float start1 = half ? exp2(total[64 * (group - half) + 1]) : 1.f;
+                E* const row_q = sq + (first_row - 16) * ld + 2 * lane();
+                E* const row_k = sk + (first_row - 16) * ld + 2 * lane();
+                T* const to_W = W + atK;
+                T* const to_Q = Qg + atK;
+                Fall<T> f0, f1;
+                float dot[8];
 #pragma unroll
-            for (int level = S::levels == 1 ? 3 : 0; level < 4; ++level) products.add_inside(level, tile + level * step, ld);
-            products.add_below(sq, sk, scolumns, ld);
+                for (int i = 0; i < 8; ++i) {
+                    f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
+                    const pair32 u = unpack<T>(x.q[i]), w = unpack<T>(x.k[i]);
+                    dot[i] = fma(u.x, w.x, u.y * w.y);
+                    const float q0 = u.x * f0.value(), q1 = u.y * f1.value(), k0 = w.x * f0.value(), k1 = w.y * f1.value();
+                    if (block > 0) {
+                        Factor<T>::put(row_q + i * ld, S::plane, q0 * start0, q1 * start1);
+                        Factor<T>::put(row_k + i * ld, S::plane, k0 * start0, k1 * start1);
+                    }
+                    const int n = i < live ? count : 0;
+                    store_pair<Whole>(to_Q + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
+                    store_pair<Whole>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
+                }
+                products.diagonal += sum_lanes(dot);
+            }
+            {
+                // after: sum over the rows after this group's; gap[d]: over those before the block d later.
+                float after[2] = {0.f, 0.f}, gap[max(blocks, 2)][2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    if (!half) after[j] = total[64 * (group + 1) + j];
+#pragma unroll
+                    for (int d = 1; d < blocks; ++d) {
+                        gap[d][j] = exp2(after[j]);
+                        if (block + d < blocks) after[j] += total[128 * (block + d) + j] + total[128 * (block + d) + 64 + j];
+                    }
+                }
+                if (decay && group == 0)
+                    for (int j = 0; j < min(count, 2); ++j)
+                        decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp2(total[j] + after[j]);
+                const float t0 = exp2(after[0]), t1 = exp2(after[1]);
+                T* const to_K = Kg + atK;
+                Fall<T> f0, f1;
+#pragma unroll
+                for (int i = 7; i >= 0; --i) {
+                    const pair32 w = unpack<T>(x.k[i]);
+                    const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
+                    store_pair<Whole>(to_K + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
+#pragma unroll
+                    for (int d = 1; d < blocks; ++d)
+                        if (block + d < blocks) {
+                            const int r = 16 * IntraProducts<T, C>::pair_of(block, d) + 8 * half + i;
+                            Factor<T>::put(scolumns + r * ld + 2 * lane(), S::plane, k0 * gap[d][0], k1 * gap[d][1]);
+                        }
+                    f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
+                }
+            }
+            sync();
+            products.add_below(sq, sk, scolumns, ld, S::plane);
         } else {
+            T* const sq = reinterpret_cast<T*>(shared);
+            T* const sk = sq + C * ld;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                *reinterpret_cast<Pair<T>*>(row_q + i * ld) = x.q[i];
-                *reinterpret_cast<Pair<T>*>(row_k + i * ld) = x.k[i];
+                *reinterpret_cast<Pair<T>*>(sq + (first_row + i) * ld + 2 * lane()) = x.q[i];
+                *reinterpret_cast<Pair<T>*>(sk + (first_row + i) * ld + 2 * lane()) = x.k[i];
                 store_pair<Whole>(W + atK + i * strideK, x.k[i], i < live ? count : 0);
             }
             if (Kg && Qg)
@@ -292,8 +328,15 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll 1
     for (int p = tid(); p < C * lda / vec<T>; p += threads) st128(sAqk + p * vec<T>, u128{{0, 0, 0, 0}});
     sync();
-    products.store([&](int i, int j, float x) { sAqk[i * lda + j] = from_float<T>(scale * x); },
-                   [&](int i, int j, float x) { sM[i * ldm + j] = sbeta[i] * x; });
+    products.store(
+        [&](int of_l, int i, int j, float x) {
+            if (of_l) sM[i * ldm + j] = sbeta[i] * x;
+            else sAqk[i * lda + j] = from_float<T>(scale * x);
+        },
+        [&](int of_l, int i, int j, float x, float y) {
+            if (of_l) *reinterpret_cast<pair32*>(sM + i * ldm + j) = pair32{sbeta[i] * x, sbeta[i] * y};
+            else *reinterpret_cast<Pair<T>*>(sAqk + i * lda + j) = round_pair<T>(scale * x, scale * y);
+        });
     sync();
     store_tile<T, C, C, true>(Aqk + rowC, strideC, sAqk, lda, rows, C, tid(), threads);
     sync();
@@ -306,7 +349,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll
         for (int e = 0; e < vec<T>; ++e) {
             a[e] = j + e <= i ? sA[i * ldm + j + e] : 0.f;
-            ab[e] = a[e] * sbeta[j + e];
+            ab[e] = a[e] * sbeta[3 * C + j + e];
         }
         st128(sAb + i * lda + j, pack<T>(ab));
         if (A_out && i < rows) store_piece(A_out + rowC + i * strideC + j, pack<T>(a), vec<T>);
@@ -317,6 +360,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         if (unit >= groups) load_columns(unit);
         cp_async_wait<0>();
         syncwarp();
+        scale_rows<T, C, S::width>(sx, S::ldx, sbeta + 4 * C);
         float acc[blocks][S::width / 8][4];
         clear(acc);
         lower_product<T, C, S::width>(acc, sAb, sx, S::ldx);

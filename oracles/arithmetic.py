@@ -7,15 +7,17 @@ lets both kinds meet, so whatever does not depend on the run is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from oracles.contract import Contract
-from oracles.rounding import Floats, Salt, hashed_noise, round_rotated, round_stochastic, round_to
+from oracles.rounding import Floats, Salt, hashed_noise, round_rotated, round_stochastic, round_to, spacing
+from oracles.substitution import substitute
 
 Step = TypeVar("Step")
 
@@ -25,8 +27,10 @@ UNIT = 2.0**-24
 LARGEST = 2.0**128 - 2.0**104
 """Largest float32."""
 
+LN2 = float(np.log(2.0))
+
 FLUSH = 2.0**-126
-"""Smallest normal float32: exponentials below it may be flushed to zero on a GPU."""
+"""Smallest normal float32: what is below may be flushed to zero on a GPU."""
 
 
 class Operations:
@@ -56,6 +60,10 @@ class Operations:
     def empty(self, *shape: int) -> Floats:
         """Uninitialised array, with a run axis where there are runs."""
         return np.empty(shape if self.runs is None else (self.runs, *shape), self.real)
+
+    def blank(self, *shape: int) -> Floats:
+        """Zeros, with a run axis where there are runs."""
+        return np.zeros(shape if self.runs is None else (self.runs, *shape), self.real)
 
     def site(self, name: str, x: Floats) -> Floats:
         """Round to the contract's storage dtype if `name` is one of its sites, else to `wide`."""
@@ -88,21 +96,28 @@ class Operations:
         y: Floats = np.matmul(a, b)
         return y
 
-    def accumulated(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
-        """S as the sum of `terms` products whose squares sum to `squares`."""
+    def product(self, a: Floats, b: Floats, axes: int = 3) -> Floats:
+        """Matrix product whose noise is still to be added by `accumulated`; arrays have `axes` axes without runs."""
+        y: Floats = np.matmul(a, b)
+        return y
+
+    def accumulated(
+        self, s: Floats, squares: Floats, terms: Floats | float, exponentials: Floats | float = 0.0
+    ) -> Floats:
+        """S as the sum of `terms` products whose squares sum to `squares`, `exponentials` of it with an exponential."""
         return s
 
-    def substituted(self, A: Floats, N: Floats) -> Floats:
-        """A = (I + N)^-1 as found by forward substitution."""
-        return A
+    def substituted(self, N: Floats) -> Floats:
+        """(I + N)^-1 by forward substitution."""
+        return substitute(N)
 
-    def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
+    def total(self, x: Floats, axis: int) -> Floats:
         """Sum over an axis, which is kept with length 1."""
         s: Floats = x.sum(axis, keepdims=True)
         return s
 
-    def cumsum(self, x: Floats) -> Floats:
-        """Inclusive cumulative sum along the last axis but one."""
+    def cumsum(self, x: Floats, *, exponent: bool = False) -> Floats:
+        """Inclusive cumulative sum along the last axis but one; `exponent` if exp will be taken of it."""
         return np.cumsum(x, axis=-2)
 
     def suffix_cumsum(self, x: Floats) -> Floats:
@@ -201,7 +216,10 @@ class NoisyOperations(StochasticOperations):
     """Float64 arithmetic with the noise of float32 added where float32 would round.
 
     Needed where float32 is the contract: real float32 arithmetic commits the same errors in every
-    run, so it says nothing about those of another order of summation.
+    run, so it says nothing about those of another order of summation. What follows is the noise of the
+    stochastic runs. The others do their sums in real float32 arithmetic, on operands scaled onto the run's
+    own grid: adding one small term again and again to a large sum rounds alike each time, which no independent
+    noise would show.
 
     **Dot product.** A float32 accumulation of products p_1..p_n rounds each partial sum s_k with an
     error of variance about u^2 s_k^2 / 4 (u = 2^-24: one rounding to nearest has variance
@@ -214,9 +232,9 @@ class NoisyOperations(StochasticOperations):
     exact result alone would not do: where it happens to lie beside a float32 number that costs nothing.
 
     **Exponential.** GPUs compute 2^(x log2 e) by an instruction exact to about 2 ulp: relative
-    deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact. Results under 2^-126 may be flushed.
+    deviation u, plus u/2 |x| from rounding the argument; exp(0) is exact.
 
-    Sums beyond the largest float32 become infinite or NaN, as they would there.
+    Whatever is kept is flushed below 2^-126. Sums beyond the largest float32 become infinite or NaN.
 
     **Cumulative sum.** Sequential: each partial sum adds an error of deviation u/2 times itself, which later ones keep.
     """
@@ -244,54 +262,102 @@ class NoisyOperations(StochasticOperations):
         y = np.exp(x)
         sigma = UNIT * np.sqrt(np.minimum(1.0 + x * x / 4.0, 1e12))
         y = y * (1.0 + np.where(x == 0, 0.0, sigma) * self.noise(x))
-        return np.where(np.abs(y) < FLUSH, self._flushed(y), y)
+        return self._flushed(y)
 
     def softplus(self, x: Floats) -> Floats:
         # 1 + exp x is rounded to float32, as in the formula log(1 + exp x) that kernels use
         small = np.minimum(x, 30.0)
         return np.where(x > 20.0, x, self.function(np.log(self.wide(1.0 + self.exp(small)))))
 
+    def rounded(self, x: Floats, dtype: str) -> Floats:
+        return self._flushed(super().rounded(x, dtype)) if dtype != "float16" else super().rounded(x, dtype)
+
     def _flushed(self, y: Floats) -> Floats:
-        return np.floor(y / FLUSH + self.rng.random((y.shape[0], 1, 1, 1))) * FLUSH
+        """Y, where stochastic runs take a number too small for float32's normal numbers to 0 or to the smallest one."""
+        first = y[: self.fresh]
+        tiny = (np.abs(first) < FLUSH) & (first != 0)
+        if tiny.any():
+            dither = np.broadcast_to(self.rng.random((self.fresh, 1, 1, 1)), first.shape)
+            first[tiny] = np.copysign(np.floor(np.abs(first[tiny]) / FLUSH + dither[tiny]) * FLUSH, first[tiny])
+        return y
 
     def dot(self, a: Floats, b: Floats) -> Floats:
-        s: Floats = np.matmul(a, b)
+        s = self.product(a, b)
         a0, b0 = one_run(a), one_run(b)
         squares = np.matmul(a0 * a0, b0 * b0)
         used_a = np.count_nonzero(a0, axis=-1)[..., :, None]
         used_b = np.count_nonzero(b0, axis=-2)[..., None, :]
         return self.accumulated(s, squares, np.minimum(used_a, used_b))
 
-    def accumulated(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
-        return s + self._error(s, squares, terms)
+    def product(self, a: Floats, b: Floats, axes: int = 3) -> Floats:
+        (a0, a1), (b0, b1) = self._halves(a, axes), self._halves(b, axes)
+        s = self._with_runs(np.matmul(a0, b0), self.fresh, axes)
+        return np.concatenate([s, self._in_single(np.matmul, a1, b1, axes=axes)])
 
-    def _error(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
+    def _halves(self, x: Floats, axes: int = 3) -> tuple[Floats, Floats]:
+        """The stochastic runs, and the others; both are x where x has no run axis."""
+        return (x[: self.fresh], x[self.fresh :]) if x.ndim > axes else (x, x)
+
+    def _with_runs(self, x: Floats, runs: int, axes: int = 3) -> Floats:
+        return x if x.ndim > axes else np.broadcast_to(x, (runs, *x.shape))
+
+    def _in_single(self, function: Callable[..., Any], *operands: Floats, axes: int = 3) -> Floats:
+        """A multilinear function in real float32 arithmetic, each run's operands scaled onto its own grid.
+
+        What is stored on the rotated grid is a float32 number there, so only inputs are rounded by this.
+        """
+        factor = self._factor.reshape(-1, *(1,) * axes)
+        y: Floats = function(*((x * factor).astype(np.float32) for x in operands)).astype(np.float64)
+        y /= factor ** len(operands)
+        return y
+
+    def accumulated(
+        self, s: Floats, squares: Floats, terms: Floats | float, exponentials: Floats | float = 0.0
+    ) -> Floats:
         s0 = one_run(s)
         # a partial sum may reach the root of the sum of squares even where products cancel
         squares = np.where(np.maximum(squares, s0 * s0) > LARGEST**2, np.inf, squares)
-        variance = np.maximum(terms, 1.0) * (0.5 * squares + s0 * s0 / 3.0)
-        e: Floats = (0.5 * UNIT) * np.sqrt(variance) * self.noise(s)
-        return e
+        summed = np.maximum(terms, 1.0) / 4.0 * (0.5 * squares + s0 * s0 / 3.0)
+        # Equal sums may be formed in different orders, as a diagonal often is, so stochastic runs set them apart.
+        # The sums of the others were rounded in earnest.
+        first, second = self._halves(s)
+        salt = self.salt()
+        a = UNIT * np.sqrt(summed + exponentials) * hashed_noise(first, salt[: self.fresh], apart=True)
+        b = UNIT * np.sqrt(0.5 * exponentials) * hashed_noise(second, salt[self.fresh :])
+        return self._flushed(np.concatenate([first + a, second + b]))
 
-    def substituted(self, A: Floats, N: Floats) -> Floats:
+    def substituted(self, N: Floats) -> Floats:
+        n0, n1 = self._halves(N)
         # an error E_i of the sum A_i = e_i - sum_{j<i} N_ij A_j reaches later rows through A itself: A + A E
-        n0, a0 = one_run(N), one_run(A)
+        A = self._with_runs(substitute(n0), self.fresh)
+        first, a0 = one_run(N), one_run(A)
         C = A.shape[-1]
-        terms = np.arange(C, dtype=np.float64)[:, None] - np.arange(C)
-        E = self._error(A - np.eye(C), np.matmul(n0 * n0, a0 * a0), np.maximum(terms, 0.0))
-        perturbed: Floats = A + np.matmul(A, E)
-        return perturbed
+        terms = np.maximum(np.arange(C)[:, None] - np.arange(C), 1.0)
+        below = a0 - np.eye(C)
+        variance = terms / 4.0 * (0.5 * np.matmul(first * first, a0 * a0) + below * below / 3.0)
+        E = UNIT * np.sqrt(variance) * hashed_noise(A - np.eye(C), self.salt()[: self.fresh], apart=True)
+        rounded = substitute(n1.astype(np.float32)).astype(np.float64)
+        return np.concatenate([A + np.matmul(A, E), self._with_runs(rounded, len(self._factor))])
 
-    def total(self, x: Floats, axis: int | tuple[int, ...]) -> Floats:
-        s = x.sum(axis, keepdims=True)
+    def total(self, x: Floats, axis: int) -> Floats:
         x0 = one_run(x)
+        first, second = self._halves(x)
+
+        def in_turn(y: Floats) -> Floats:
+            return np.take(np.cumsum(y, axis=axis), [-1], axis=axis) if y.shape[axis] else y.sum(axis, keepdims=True)
+
+        s = self._with_runs(first.sum(axis, keepdims=True), self.fresh)
+        s = np.concatenate([s, self._in_single(in_turn, second)])
         return self.accumulated(s, (x0 * x0).sum(axis, keepdims=True), np.count_nonzero(x0, axis=axis, keepdims=True))
 
-    def cumsum(self, x: Floats) -> Floats:
-        s = np.cumsum(x, axis=-2)
-        size = np.where(x == 0, 0.0, (0.5 * UNIT) * np.abs(s))  # adding 0 is exact
-        y: Floats = s + np.cumsum(size * self.noise(s), axis=-2)
-        return y
+    def cumsum(self, x: Floats, *, exponent: bool = False) -> Floats:
+        first, second = self._halves(x)
+        s = np.cumsum(first, axis=-2)
+        # GPUs keep exponents in units of log2, where spacings differ
+        size = spacing(s / LN2, "float32") * (LN2 / np.sqrt(6.0)) if exponent else (0.5 * UNIT) * np.abs(s)
+        size = np.where(first == 0, 0.0, size)  # adding 0 is exact
+        noisy = s + np.cumsum(size * hashed_noise(s, self.salt()[: self.fresh], apart=True), axis=-2)
+        return np.concatenate([noisy, self._in_single(partial(np.cumsum, axis=-2), second)])
 
 
 def times(x: Floats, factor: Floats | None) -> Floats:

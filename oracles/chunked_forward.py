@@ -68,7 +68,7 @@ def forward(problem: Problem, layout: Layout, x: Activated, op: Operations) -> B
     Q, K, V, beta = (layout.blocks(y, heads) for y in (x.q, x.k, x.v, x.beta))
     Gamma = eGamma = eTail = decay = None
     if x.g is not None:
-        Gamma = op.cumsum(layout.blocks(x.g, heads))
+        Gamma = op.cumsum(layout.blocks(x.g, heads), exponent=True)
         eGamma, eTail = op.exp(Gamma), op.exp(Gamma[..., -1:, :] - Gamma)
         decay = np.swapaxes(eGamma[..., -1:, :], -1, -2)
     products = GatedProducts(op, Q, K, Gamma, layout.used(heads))
@@ -106,24 +106,9 @@ def inverse(N: Floats, op: Operations) -> Floats:
     """
     C = N.shape[-1]
     if op.contract.inverse == "substitution":
-        return op.substituted(_substitute(N), N)
+        return op.substituted(N)
     A, power, reach = np.eye(C, dtype=op.real) - N, N, 2
     while reach < C:
         power = op.dot(power, power)
         A, reach = op.wide(A + op.dot(A, power)), 2 * reach
-    return A
-
-
-def _substitute(N: Floats) -> Floats:
-    C = N.shape[-1]
-    A = np.zeros_like(N)
-    if C <= 16:
-        A[...] = np.eye(C, dtype=N.dtype)
-        for i in range(1, C):
-            A[..., i, :i] = -np.matmul(N[..., i : i + 1, :i], A[..., :i, :i])[..., 0, :]
-        return A
-    h = 16 * max(1, (C + 15) // 32)  # a whole number of 16-row blocks
-    first, last = _substitute(N[..., :h, :h]), _substitute(N[..., h:, h:])
-    A[..., :h, :h], A[..., h:, h:] = first, last
-    A[..., h:, :h] = -np.matmul(last, np.matmul(N[..., h:, :h], first))
     return A

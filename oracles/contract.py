@@ -21,7 +21,10 @@ betaK = diag(beta) exp(Gamma) K, AtdA = A^T dA. betaV and betaK are operands of 
 INPUT_SITES = ("qn", "kn")
 """q and k after the in-operator norm."""
 
-SITES = frozenset(FORWARD_SITES + BACKWARD_SITES + INPUT_SITES)
+OPERAND_SITES = ("QK",)
+"""Decayed rows of Q and K as operands of Aqk and L, see `oracles.anchored`. With no gate there is nothing to round."""
+
+SITES = frozenset(FORWARD_SITES + BACKWARD_SITES + INPUT_SITES + OPERAND_SITES)
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,18 @@ class Contract:
         return replace(self, chunk=chunk, name=self.name.replace(f"c{self.chunk}", f"c{chunk}"))
 
 
-STORED = SITES - {"dAqk"}
+STORED = SITES - {"dAqk", "QK"}
 """What kernels store in 16 bits; dAqk goes from one product to the next in float32."""
 
 
 def storage16(dtype: Dtype, chunk: int) -> Contract:
     """Intermediates stored in the 16-bit input dtype, float32 state and accumulation."""
     return Contract(f"storage-{dtype}-c{chunk}", chunk, dtype, STORED)
+
+
+def operands16(dtype: Dtype, chunk: int) -> Contract:
+    """As `storage16`, with Aqk and L formed on 16-bit tensor cores too."""
+    return Contract(f"operands-{dtype}-c{chunk}", chunk, dtype, STORED | {"QK"})
 
 
 def chunked32(chunk: int) -> Contract:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from oracles.anchored import anchored_products
 from oracles.arithmetic import Operations, one_run
 from oracles.layout import Index
 from oracles.rounding import Floats
@@ -37,7 +38,7 @@ class GatedProducts:
 
     def __init__(self, op: Operations, Q: Floats, K: Floats, Gamma: Floats | None, used: Index) -> None:
         self.used = used
-        self.op, self.Q, self.K = op, Q, K
+        self.op, self.Q, self.K, self.Gamma = op, Q, K, Gamma
         C = K.shape[-2]
         self.M = np.tril(np.ones((C, C), op.real))
         self.exclude = np.where(self.M > 0, 0.0, -np.inf).astype(op.real)[..., None]
@@ -54,6 +55,8 @@ class GatedProducts:
     def forward(self) -> tuple[Floats, Floats]:
         """Aqk [.., X, C, C] (diagonal included) and L (strictly lower)."""
         op, M = self.op, self.M
+        if self.Gamma is not None and "QK" in op.contract.sites:
+            return anchored_products(op, self.Q, self.K, self.Gamma)
         if self.gamma is None:
             KT = np.swapaxes(self.K, -1, -2)
             return op.dot(self.Q, KT) * M, op.dot(self.K, KT) * np.tril(M, -1)
@@ -62,7 +65,7 @@ class GatedProducts:
         squares = np.zeros(s.shape[-4:], op.real)
         for at, i, j in self._strips():
             E, weight = self._decay(at, i, j)
-            s[..., at, i, j, :] = np.matmul(E * self.Kj[..., at, None, j, :], both[..., at, i, :, :])
+            s[..., at, i, j, :] = op.product(E * self.Kj[..., at, None, j, :], both[..., at, i, :, :], 4)
             if weight is not None:
                 k, qk = one_run(self.Kj)[at, None, j], one_run(both, 4)[at, i]
                 squares[at, i, j] = np.matmul(weight * (k * k), qk * qk)
@@ -93,10 +96,10 @@ class GatedProducts:
         b0, a0 = one_run(both, 4) ** 2, one_run(across, 4) ** 2
         for at, i, j in self._strips():
             E, weight = self._decay(at, i, j)
-            rows[..., at, i, :, :] = np.matmul(both[..., at, i, :, j], E * self.Kj[..., at, None, j, :])
+            rows[..., at, i, :, :] = op.product(both[..., at, i, :, j], E * self.Kj[..., at, None, j, :], 4)
             by_q, by_k = (np.swapaxes(E * x[..., at, i, None, :], -2, -3) for x in (self.Qi, self.Ki))
             a = across[..., at, j, :, i]
-            right[..., at, j, :] += (np.matmul(a[..., :1, :], by_q) + np.matmul(a[..., 1:, :], by_k))[..., 0, :]
+            right[..., at, j, :] += (op.product(a[..., :1, :], by_q, 4) + op.product(a[..., 1:, :], by_k, 4))[..., 0, :]
             if weight is not None:
                 k, q, kj = one_run(self.Ki)[at, i, None], one_run(self.Qi)[at, i, None], one_run(self.Kj)[at, None, j]
                 row_squares[at, i] = np.matmul(b0[at, i, :, j], weight * (kj * kj))
@@ -141,8 +144,5 @@ class GatedProducts:
         return E, x
 
     def _sum(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
-        """A sum of products with exponentials: their noise u^2 squares is added to that of accumulation."""
-        if not self.op.noisy:
-            return s
-        # accumulated() takes u^2/4 (terms/2) squares, so a factor 1 + 8/terms adds u^2 squares
-        return self.op.accumulated(s, squares * (1.0 + 8.0 / np.maximum(terms, 1.0)), terms)
+        """A sum of products with exponentials, each of relative deviation u."""
+        return self.op.accumulated(s, squares, terms, squares) if self.op.noisy else s

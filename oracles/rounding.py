@@ -13,6 +13,7 @@ key because the relative error of rounding to nearest does not depend on them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -153,13 +154,16 @@ def hashed(key: npt.NDArray[np.uint32], salt: Salt) -> npt.NDArray[np.uint32]:
     return h
 
 
-def hashed_noise(x: npt.NDArray[np.float64], salt: Salt) -> npt.NDArray[np.float32]:
-    """Noise of mean 0 and variance 1 keyed by the mantissa of x, odd in x.
+def hashed_noise(x: npt.NDArray[np.float64], salt: Salt, *, apart: bool = False) -> npt.NDArray[np.float32]:
+    """Noise of mean 0 and variance 1 keyed by the mantissa of x, odd in x; if `apart`, by its place too.
 
     Triangular: the sum of two uniforms taken from the halves of the hash.
     The key stops at 2^-32 so that sums equal but for float64 rounding share their noise.
     """
     key = (x.view(np.uint64) >> np.uint64(20)).astype(np.uint32)
+    if apart:
+        shape = x.shape[-3:]
+        key += (np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(0x9E3779B9)).reshape(shape)
     h = hashed(key, salt)
     total = h >> np.uint32(16)
     h &= np.uint32(0xFFFF)

@@ -11,7 +11,7 @@ import pytest
 from oracles import chunked_backward, chunked_forward, gated
 from oracles.arithmetic import Exact, Nearest, Stochastic
 from oracles.chunked import NOTES, emulate
-from oracles.contract import FORWARD_SITES, Contract, chunked32, recurrent32, storage16
+from oracles.contract import FORWARD_SITES, Contract, chunked32, operands16, recurrent32, storage16
 from oracles.problem import Problem
 from oracles.recurrence import forward, forward_reverse
 from oracles.rounding import round_to
@@ -100,6 +100,7 @@ CONTRACTS = {
     "64": chunked32(64),
     "23": chunked32(23),
     "token": recurrent32(),
+    "anchored": operands16("bfloat16", 32),
     "neumann": replace(chunked32(16), inverse="neumann"),
 }
 
@@ -164,7 +165,7 @@ def test_explicit_float32_noise_is_no_larger_than_that_of_16_bit_storage(shape: 
         assert 0.75 < value / rms[False][name] < 1.35, name
 
 
-@pytest.mark.parametrize("site", sorted(storage16("bfloat16", 16).sites))
+@pytest.mark.parametrize("site", sorted(operands16("bfloat16", 16).sites))
 def test_every_site_makes_noise(site: str) -> None:
     """A site named in the contract and never rounded would make the floor too low."""
     p = problem(norm=True, T=40, dtype="bfloat16")
@@ -172,7 +173,7 @@ def test_every_site_makes_noise(site: str) -> None:
     one = emulate(p, Contract("one", 16, "bfloat16", frozenset({site})), Nearest()).outputs
     changed = {n for n in wide if not np.array_equal(wide[n], one[n])}
     assert changed
-    if site not in (*FORWARD_SITES, "qn", "kn", "betaV", "betaK"):
+    if site not in (*FORWARD_SITES, "QK", "qn", "kn", "betaV", "betaK"):
         assert not changed & {"o", "ht"}, "a site of the backward must leave the forward alone"
 
 
@@ -308,3 +309,18 @@ def test_a_16_bit_state_costs_more_than_a_float32_one() -> None:
         for c in (narrow, recurrent32())
     ]
     assert errors[0] > 1000 * errors[1]
+
+
+def test_products_of_rounded_operands_round_as_products_do() -> None:
+    """Aqk is off by about a rounding of each operand, across and inside 16-row blocks, not on its diagonal."""
+    p = problem(T=64, K=64, decay=0.3, dtype="bfloat16")
+    contract = Contract("operands", 64, "bfloat16", frozenset({"QK"}))
+    plain, rounded = (emulate(p, c, Nearest(), intermediates=True).intermediates for c in (chunked32(64), contract))
+    size = np.sqrt((plain["Aqk"] ** 2).mean())
+    error = np.abs(rounded["Aqk"] - plain["Aqk"])
+    assert np.diagonal(error, axis1=-2, axis2=-1).max() < 1e-5 * size  # float32 sums in another order
+    below = np.tril(np.ones((64, 64), bool), -1)
+    inside = below & (np.arange(64)[:, None] // 16 == np.arange(64) // 16)
+    for where in (below & ~inside, inside):
+        relative = np.sqrt((error[..., where] ** 2).mean() / (plain["Aqk"][..., where] ** 2).mean())
+        assert 0.3 * 2.0**-9 < relative < 2 * 2.0**-9
