@@ -19,7 +19,6 @@ from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_case
 from verikda.search import Search, Settings, Summary
 from verikda.targets import available, resolve
-from verikda.targets.base import Target
 from verikda.worst import Corpus
 
 PASS, FAIL, NOTHING = 0, 1, 2
@@ -171,12 +170,6 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
 
         write_snippet(snippet, target, make_call(case, backward=target.capabilities.backward), name)
         out.print(f"wrote {snippet}", markup=False)
-    return replay_on(out, target, case_file=file)
-
-
-def replay_on(out: Console, target: Target, case_file: Path) -> int:
-    """Run the case of a file on a target and print every outcome."""
-    case, _, _ = load_case(case_file)
     report = run_case(target, case)
     rows = show.table("check", "verdict", "worst ratio", "says")
     for o in report.outcomes:
@@ -187,9 +180,7 @@ def replay_on(out: Console, target: Target, case_file: Path) -> int:
         rows.add_row(check, "not run", "", escape(reason))
     out.print(rows)
     if report.failures:
-        out.print(
-            message(target.name, report.failures, case, f"verikda replay {case_file} {target.name}"), markup=False
-        )
+        out.print(message(target.name, report.failures, case, f"verikda replay {file} {target.name}"), markup=False)
     if report.ran:
         out.print(f"ran: {report.ran}", markup=False)
     out.print(f"{show.coloured(report.verdict)}  {target.name}")

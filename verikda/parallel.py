@@ -27,7 +27,6 @@ def search_part(
     from verikda.checks import named
     from verikda.targets import resolve
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     reports: list[CaseReport] = []
     own = replace(settings, checks=named(checks), part=(part, parts))
     search = Search(resolve(name, contract=contract), own, first=first[part::parts], on_report=reports.append)
@@ -52,6 +51,7 @@ def search_all(
     whole = Summary("")
     seen: set[tuple[str, str]] = set()
     checks = tuple(c.name for c in settings.checks)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context)
     light = replace(settings, checks=())  # checks hold functions; their names travel instead

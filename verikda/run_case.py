@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from verikda.call import Call, Crashed, Malformed, Refused
 from verikda.case import Case
 from verikda.checks import CHECKS, FREE, Check, Context, Failure, Outcome
+from verikda.floor import LIMIT
 from verikda.inputs import make_call
 from verikda.targets.base import Target
 
@@ -50,11 +51,6 @@ class CaseReport:
                 return verdict
         return "inconclusive"
 
-    @property
-    def worst_ratio(self) -> float:
-        """Largest ratio of any judged output, 0 if none was."""
-        return max((r for o in self.outcomes for r in o.ratios.values()), default=0.0)
-
 
 def run_check(check: Check, ctx: Context) -> Outcome:
     """One check; a refusal, a crash and a malformed answer become outcomes."""
@@ -71,7 +67,7 @@ def run_call(
     target: Target,
     call: Call,
     checks: tuple[Check, ...] = CHECKS,
-    limit: float = 4.0,
+    limit: float = LIMIT,
     turns: tuple[int, int] | None = None,
 ) -> tuple[tuple[Outcome, ...], dict[str, str], Context]:
     """Run the checks that apply to a call.
@@ -110,18 +106,12 @@ def run_case(
     case: Case,
     checks: tuple[Check, ...] = CHECKS,
     *,
-    limit: float = 4.0,
+    limit: float = LIMIT,
     turns: tuple[int, int] | None = None,
 ) -> CaseReport:
     """Make the inputs of a case, run it on a target, and judge it by the checks."""
     started = time.perf_counter()
     call = make_call(case, backward=target.capabilities.backward)
     outcomes, skipped, ctx = run_call(target, call, checks, limit, turns)
-    ran = (
-        ctx.result.ran if any(o.verdict in ("pass", "fail") for o in outcomes) and ctx.runs and _has_result(ctx) else ""
-    )
-    return CaseReport(case, outcomes, skipped, ran, ctx.runs, time.perf_counter() - started)
-
-
-def _has_result(ctx: Context) -> bool:
-    return "result" in ctx.__dict__  # cached_property: filled by a call that succeeded
+    told = any(o.verdict in ("pass", "fail") for o in outcomes)
+    return CaseReport(case, outcomes, skipped, ctx.ran if told else "", ctx.runs, time.perf_counter() - started)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, Check
 from verikda.finding import Finding
+from verikda.floor import LIMIT
 from verikda.permits import permits
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
@@ -41,7 +42,7 @@ class Settings:
     stratified: int = 60
     turns: int = 2
     seconds: float | None = None
-    limit: float = 4.0
+    limit: float = LIMIT
     seed: int = 0
     checks: tuple[Check, ...] = CHECKS
     shrink_attempts: int = 250
@@ -102,8 +103,7 @@ class Summary:
         ):
             own.update(more)
         for output, (ratio, case) in other.worst.items():
-            if output not in self.worst or ratio > self.worst[output][0]:
-                self.worst[output] = (ratio, case)
+            self._worse(output, ratio, case)
         self.failed_cases += other.failed_cases
         self.calls += other.calls
 
@@ -121,9 +121,12 @@ class Summary:
                 self.doubts[f"{o.check}: {o.detail}"] += 1
             for output, ratio in o.ratios.items():
                 self.judged[output] += o.check == "floor"
-                if output not in self.worst or ratio > self.worst[output][0]:
-                    self.worst[output] = (ratio, report.case)
+                self._worse(output, ratio, report.case)
         self.failed_cases += report.verdict == "fail"
+
+    def _worse(self, output: str, ratio: float, case: Case) -> None:
+        if output not in self.worst or ratio > self.worst[output][0]:
+            self.worst[output] = (ratio, case)
 
 
 OnReport = Callable[[CaseReport], None]
@@ -225,37 +228,31 @@ class Search:
             kinds = {(o.check, f.output) for f in o.failures}
             if o.verdict == "fail" and not kinds <= self._seen:
                 self._seen |= kinds
+                name, first = self.target.name, report.case
+                finding = Finding(name, o.check, first, False, o.failures, first, report.ran)
                 try:
-                    finding = self._shrunk(report, o.check)
-                except KeyboardInterrupt:  # keep the failure as it was first seen
-                    finding = Finding(
-                        self.target.name, o.check, report.case, False, o.failures, report.case, report.ran
-                    )
+                    finding = self._shrunk(finding)
+                finally:  # an interrupt while shrinking keeps the failure as it was first seen
+                    self._seen |= {(o.check, f.output) for f in finding.failures}
                     self.summary.findings.append(finding)
                     self._on_finding(finding)
-                    raise
-                self._seen |= {(o.check, f.output) for f in finding.failures}
-                self.summary.findings.append(finding)
-                self._on_finding(finding)
         return report
 
-    def _shrunk(self, report: CaseReport, check: str) -> Finding:
-        one, settings = (BY_NAME[check],), self.settings
-        failures = next(o.failures for o in report.outcomes if o.check == check)
+    def _shrunk(self, finding: Finding) -> Finding:
+        one, settings = (BY_NAME[finding.check],), self.settings
+        smallest = finding
 
-        def attempt(case: Case) -> CaseReport | None:
+        def still_fails(case: Case) -> bool:
+            nonlocal smallest
             if permits(self.target.capabilities, case) is not None:
-                return None
+                return False
             again = run_case(self.target, case, one, limit=settings.limit)
-            return again if again.verdict == "fail" else None
+            if again.verdict != "fail":
+                return False
+            smallest = replace(finding, case=case, failures=again.failures, ran=again.ran)
+            return True
 
-        case, minimal = shrink(
-            report.case,
-            lambda c: attempt(c) is not None,
-            seconds=settings.shrink_seconds,
-            attempts=settings.shrink_attempts,
+        _, minimal = shrink(
+            finding.case, still_fails, seconds=settings.shrink_seconds, attempts=settings.shrink_attempts
         )
-        final = attempt(case)
-        if final is not None and final.failures:
-            return Finding(self.target.name, check, case, minimal, final.failures, report.case, final.ran)
-        return Finding(self.target.name, check, report.case, False, failures, report.case, report.ran)
+        return replace(smallest, minimal=minimal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -13,7 +13,7 @@ from oracles.contract import Contract
 from oracles.problem import Array
 from oracles.recurrence import forward, forward_reverse
 from verikda.call import Call, Capabilities, Result
-from verikda.floor import Judgement, judge
+from verikda.floor import LIMIT, Judgement, judge
 from verikda.targets.base import Target
 
 Verdict = Literal["pass", "fail", "inconclusive", "refused"]
@@ -66,7 +66,7 @@ class Context:
     limit : largest ratio that passes.
     """
 
-    def __init__(self, target: Target, call: Call, limit: float = 4.0) -> None:
+    def __init__(self, target: Target, call: Call, limit: float = LIMIT) -> None:
         self.target = target
         self.call = call
         self.limit = limit
@@ -87,6 +87,11 @@ class Context:
     @cached_property
     def truth(self) -> dict[str, Array]:
         return self.truth_of(self.call)
+
+    @property
+    def ran(self) -> str:
+        """What the target said it ran, "" before the first call succeeded."""
+        return self.result.ran if "result" in self.__dict__ else ""  # a cached_property is in there once it has a value
 
     def run(self, call: Call) -> Result:
         self.runs += 1
@@ -134,6 +139,11 @@ class Check:
     exact: bool
     applies: Callable[[Context], str | None]
     run: Callable[[Context], Outcome]
+
+
+def always(ctx: Context) -> str | None:
+    """`Check.applies` of a check that every call allows."""
+    return None
 
 
 def bitwise(check: str, output: str, expected: Array, actual: Array, dtype: str, what: str) -> Failure | None:
@@ -210,8 +220,3 @@ def same(
         if v.verdict == "fail"
     )
     return Outcome(check, judgement.verdict, wrong, {}, judgement.detail)
-
-
-def with_problem(call: Call, **changes: object) -> Call:
-    """The call with some of its problem's fields replaced."""
-    return replace(call, problem=replace(call.problem, **changes))  # type: ignore[arg-type]

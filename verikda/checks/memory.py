@@ -7,14 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from verikda.call import Call
-from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome, same
+from verikda.checks.base import Check, Context, Failure, Outcome, always, compare, outcome, same
 from verikda.checks.transform import TOKENS, revised
 from verikda.checks.values import from_judgement
 from verikda.dtypes import round_to
-
-
-def _always(ctx: Context) -> str | None:
-    return None
 
 
 def _inputs_unchanged(ctx: Context) -> Outcome:
@@ -113,10 +109,10 @@ def _call_order(ctx: Context) -> Outcome:
 
 CHECKS = (
     Check("inputs_unchanged", "no input, nor memory beside it, is written", "INPUT_OVERWRITTEN", True,
-          _always, _inputs_unchanged),
-    Check("repeat", "the same call twice gives the same bits", "ORDER_OF_SUM_VARIES", True, _always, _repeat),
+          always, _inputs_unchanged),
+    Check("repeat", "the same call twice gives the same bits", "ORDER_OF_SUM_VARIES", True, always, _repeat),
     Check("poison", "NaN or 1e30 beside the inputs and in padding rows changes no bit", "READS_ROWS_BEHIND", True,
-          _always, _poison),
+          always, _poison),
     Check("views", "sliced, strided, expanded and misaligned inputs give the bits of contiguous ones",
           "STRIDES_IGNORED", True, _has_layouts, _views),
     Check("call_order", "calls with other offsets, length or dtype in between are right and leave no trace",

@@ -10,13 +10,14 @@ from oracles.arithmetic import Nearest
 from oracles.chunked import emulate
 from oracles.problem import Array
 from verikda.call import Call
-from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome, same, with_problem
+from verikda.checks.base import Check, Context, Failure, Outcome, compare, outcome, same
 from verikda.checks.transform import (
     STATE_OUTPUTS,
     TOKEN_OUTPUTS,
     gather_rows,
     pick,
     repeat_heads,
+    revised,
     roll_heads,
     unpacked,
     unroll_heads,
@@ -55,7 +56,7 @@ def _permute_batch(ctx: Context) -> Outcome:
             x = getattr(p, name)
             if x is not None:
                 rolled[name] = x[order]
-        got = ctx.run(with_problem(ctx.call, **rolled))
+        got = ctx.run(replace(ctx.call, problem=revised(p, rolled)))
         outputs = {n: x[back] if n in _PER_TOKEN_AND_STATE else x for n, x in got.outputs.items()}
         expected = dict(ctx.result.outputs)
     else:
@@ -171,7 +172,7 @@ def _power_of_two(ctx: Context) -> Outcome:
         v = round_to(p.v * _FACTOR, ctx.call.dtypes["v"])
     if not np.isfinite(v).all():
         return Outcome("power_of_two", "inconclusive", detail="2 v does not fit its dtype")
-    scaled = ctx.run(with_problem(ctx.call, v=v, h0=None if p.h0 is None else p.h0 * _FACTOR))
+    scaled = ctx.run(replace(ctx.call, problem=replace(p, v=v, h0=None if p.h0 is None else p.h0 * _FACTOR)))
     expected = {}
     actual = dict(scaled.outputs)
     for name, x in ctx.result.outputs.items():

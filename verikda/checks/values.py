@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from verikda.call import Call, Malformed, Result
-from verikda.checks.base import Check, Context, Failure, Outcome
+from verikda.checks.base import Check, Context, Failure, Outcome, always
 from verikda.checks.transform import TOKENS, revised
 from verikda.floor import Judgement
 
@@ -144,10 +144,6 @@ def _split_anywhere(ctx: Context) -> Outcome:
     return Outcome("split_anywhere", "pass", (), worst)
 
 
-def _always(ctx: Context) -> str | None:
-    return None
-
-
 def _several_chunk_sizes(ctx: Context) -> str | None:
     return None if len(ctx.capabilities.chunk_sizes) > 1 else "the target has one chunk size"
 
@@ -166,7 +162,7 @@ CHECKS = (
         "every output is finite where float64 is, and within 4 noise floors of it",
         "RULE_RESIDUAL_UNDECAYED",
         False,
-        _always,
+        always,
         _floor,
     ),
     Check(
