@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from oracles.contract import Contract
 from oracles.problem import Array
 from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
 from verikda.targets.answer import check_array, sort_error
-from verikda.targets.contracts import Declared, check_declared, contract_of
+from verikda.targets.contracts import Declared
+from verikda.targets.function import FunctionTarget
 from verikda.targets.loading import describe
 from verikda.targets.memory import place_call
 
 NumpyKda = Callable[..., Mapping[str, Any]]
 
 
-class NumpyFunction:
+class NumpyFunction(FunctionTarget):
     """A target that calls `function` with arrays.
 
     Parameters
@@ -48,25 +48,7 @@ class NumpyFunction:
         capabilities: Capabilities | None = None,
         contract: Declared | None = None,
     ) -> None:
-        self.function = function
-        self._name = name
-        self.signature = sig.read(function, name, supplied=("do", "dht"))
-        self._capabilities = capabilities or sig.declared_capabilities(function, self.signature)
-        self._contract = check_declared(contract or getattr(function, "verikda_contract", "storage16"), name)
-
-    @property
-    def name(self) -> str:
-        """The name under which it was made."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What its signature allows, or what it declares."""
-        return self._capabilities
-
-    def contract(self, call: Call) -> Contract:
-        """The declared contract, for the dtype and chunk size of this call."""
-        return contract_of(self._contract, call)
+        super().__init__(function, name, sig.read(function, name, supplied=("do", "dht")), capabilities, contract)
 
     def run(self, call: Call) -> Result:
         """Make the call.

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oracles.contract import Contract
 from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
 from verikda.targets.answer import check_array, sort_error
 from verikda.targets.base import TargetError
-from verikda.targets.contracts import Declared, check_declared, contract_of
+from verikda.targets.contracts import Declared
+from verikda.targets.function import FunctionTarget
 from verikda.targets.loading import describe
 from verikda.targets.memory import Block, Buffer, place_call
 
 
-class TorchFunction:
+class TorchFunction(FunctionTarget):
     """A target that calls `function` with tensors and takes gradients by autograd.
 
     Parameters
@@ -47,28 +47,10 @@ class TorchFunction:
         swallowed: tuple[str, ...] = (),
     ) -> None:
         torch = import_torch(name)
-        self.function = function
-        self._name = name
-        self.signature = sig.read(function, name, swallowed)
-        self._capabilities = capabilities or sig.declared_capabilities(function, self.signature)
-        self._contract = check_declared(contract or getattr(function, "verikda_contract", "storage16"), name)
+        super().__init__(function, name, sig.read(function, name, swallowed), capabilities, contract)
         self.device: str = device or getattr(function, "verikda_device", None) or _default_device(torch)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise TargetError(f"target {name} asks for device {self.device!r}, but torch finds no GPU; use 'cpu'")
-
-    @property
-    def name(self) -> str:
-        """The name under which it was made."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What its signature allows, or what it declares."""
-        return self._capabilities
-
-    def contract(self, call: Call) -> Contract:
-        """The declared contract, for the dtype and chunk size of this call."""
-        return contract_of(self._contract, call)
 
     def run(self, call: Call) -> Result:
         """Make the call and, where gradients are wanted, the reverse call.
