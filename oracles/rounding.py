@@ -70,11 +70,26 @@ def round_to(x: Floats, dtype: str) -> Floats:
             bits = x.view(np.uint32)
             rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
             return np.where(np.isnan(x), x, rounded.view(np.float32))
-        if dtype == "bfloat16":
-            # A cast through float32 would round twice, so the division by the (power of two) spacing is done here.
-            q = spacing(x, dtype)
-            return _overflow(np.rint(x / q) * q, dtype)
+        if dtype == "bfloat16":  # a cast through float32 would round twice
+            return _bfloat16_of_double(x)
         return x.astype(dtype).astype(x.dtype)
+
+
+def _bfloat16_of_double(x: npt.NDArray[np.float64]) -> Floats:
+    """On the bits: 52 - 7 = 45 fraction bits go; adding half of them (and the last kept bit, for ties) carries."""
+    largest = FORMATS["bfloat16"][2]
+    bits = np.ascontiguousarray(x).view(np.uint64)
+    odd = (bits >> np.uint64(45)) & np.uint64(1)
+    bits = (bits + (odd + np.uint64(2**44 - 1))) & np.uint64(2**64 - 2**45)
+    y = bits.view(np.float64).reshape(x.shape)
+    size = np.abs(x)
+    small = size < 2.0**-126  # subnormal: fixed spacing 2**-133, every scaling here is exact
+    if small.any():
+        y = np.where(small, np.copysign(np.rint(x * 2.0**133) * 2.0**-133, x), y)
+    if not (size < largest).all():
+        y = np.where(np.abs(y) > largest, np.copysign(np.inf, x), y)
+        y = np.where(np.isnan(x), x, y)
+    return y
 
 
 def round_stochastic(x: Floats, dtype: str, salt: Salt) -> Floats:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oracles import rounding
 from oracles.problem import Array
 
 
@@ -72,27 +73,8 @@ def round_to(x: Array | float, dtype: str) -> Array:
     x : float64, any shape. NaN, infinities and the sign of zero are kept.
     dtype : "float16", "bfloat16" or "float32".
     """
-    x = np.asarray(x, dtype=np.float64)
-    if format_of(dtype).name == "bfloat16":
-        return _round_bfloat16(x)
-    with np.errstate(over="ignore", under="ignore"):
-        return x.astype(dtype).astype(np.float64)
-
-
-def _round_bfloat16(x: Array) -> Array:
-    """On the float64 bits: the last 52 - 7 = 45 go; half of their unit, less one for an even rest, is added first."""
-    bits = np.ascontiguousarray(x).view(np.uint64)
-    odd = (bits >> np.uint64(45)) & np.uint64(1)
-    bits = (bits + (odd + np.uint64(2**44 - 1))) & np.uint64(2**64 - 2**45)
-    y = bits.view(np.float64).reshape(x.shape)
-    size = np.abs(x)
-    small = size < 2.0**-126  # subnormal: fixed spacing 2**-133, every scaling here is exact
-    if small.any():
-        y = np.where(small, np.copysign(np.rint(x * 2.0**133) * 2.0**-133, x), y)
-    if not (size < FORMATS["bfloat16"].largest).all():
-        y = np.where(np.abs(y) > FORMATS["bfloat16"].largest, np.copysign(np.inf, x), y)
-        y = np.where(np.isnan(x), x, y)
-    return y
+    rounded: Array = rounding.round_to(np.asarray(x, dtype=np.float64), format_of(dtype).name)
+    return rounded
 
 
 def ulp(x: Array | float, dtype: str) -> Array:
