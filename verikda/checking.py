@@ -100,10 +100,6 @@ def check_command(
             corpus.offer(target.name, report)
             step(report.verdict)
 
-        def on_part(reports: list[CaseReport]) -> None:
-            for report in reports:
-                on_report(report)
-
         def on_finding(finding: Finding) -> None:
             path = finding.write(findings)
             record.write({"kind": "finding", "file": str(path), "check": finding.check, "case": finding.case.to_dict()})
@@ -115,8 +111,8 @@ def check_command(
         if jobs == 1:
             summary = Search(target, settings, first=first, on_report=on_report, on_finding=on_finding).run()
         else:
-            summary = search_all(target_name, contract, settings, jobs, first, on_part, on_finding)
-            summary.seconds = time.perf_counter() - started
+            summary = search_all(target_name, contract, settings, jobs, first, on_report, on_finding)
+            summary.target, summary.seconds = target.name, time.perf_counter() - started
     closing = {"kind": "end", **end_line(summary)}
     record.write(closing)
     record.close()

@@ -47,6 +47,8 @@ def clear_errors(command: Callable[..., int]) -> Callable[..., None]:
             raise Unusable(str(error)) from None
         except OSError as error:
             raise Unusable(f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")) from None
+        except KeyboardInterrupt:
+            raise Unusable("interrupted before there was anything to tell") from None
         sys.exit(status)
 
     return run

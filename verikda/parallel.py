@@ -1,12 +1,16 @@
-"""A search split over processes: each has its share of the cases and a seed of its own; one summary comes out."""
+"""A search split over processes: each has every n-th case and its own seed, and reports each result as it comes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import FrameType
 
 from verikda.case import Case
 from verikda.finding import Finding
@@ -14,23 +18,53 @@ from verikda.run_case import CaseReport
 from verikda.search import Search, Settings, Summary
 
 
+class Line:
+    """The pipe to the process that started this one; SIGTERM becomes a KeyboardInterrupt, but never inside a message.
+
+    A KeyboardInterrupt ends a search in a way that keeps what it found.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._sending = self._asked = False
+        signal.signal(signal.SIGTERM, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        if not self._sending:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._asked = False
+        raise KeyboardInterrupt
+
+    def send(self, message: CaseReport | Finding) -> None:
+        """Send one result."""
+        self._sending = True
+        self._pipe.send(message)
+        self._sending = False
+        if self._asked:
+            self._stop()
+
+
 def search_part(
+    pipe: Connection,
     name: str,
     contract: str | None,
     settings: Settings,
     checks: tuple[str, ...],
-    part: int,
-    parts: int,
     first: tuple[Case, ...],
-) -> tuple[Summary, list[CaseReport]]:
-    """Run one share in this process: every `parts`-th case of the fixed start, then cases of its own seed."""
+) -> None:
+    """Run one share in this process: every n-th case of the fixed start, then cases of its own seed."""
     from verikda.checks import named
     from verikda.targets import resolve
 
-    reports: list[CaseReport] = []
-    own = replace(settings, checks=named(checks), part=(part, parts))
-    search = Search(resolve(name, contract=contract), own, first=first[part::parts], on_report=reports.append)
-    return search.run(), reports
+    with suppress(KeyboardInterrupt):
+        send = Line(pipe).send
+        part, parts = settings.part
+        own = replace(settings, checks=named(checks))
+        Search(resolve(name, contract=contract), own, first=first[part::parts], on_report=send, on_finding=send).run()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing is left that could be interrupted
 
 
 def search_all(
@@ -39,38 +73,76 @@ def search_all(
     settings: Settings,
     jobs: int,
     first: tuple[Case, ...],
-    on_part: Callable[[list[CaseReport]], None],
+    on_report: Callable[[CaseReport], None],
     on_finding: Callable[[Finding], None],
 ) -> Summary:
-    """Run `jobs` shares at a time and merge them.
+    """Run `jobs` shares at once and add up what they report. Call it from the main thread.
 
-    Cases are cut into more shares than processes, so that reports arrive as shares end and an interrupt loses only
-    the shares in flight.
+    The first Ctrl-C asks the processes to end their search, the second one kills them.
+
+    Raises
+    ------
+    ChildProcessError
+        When a process ends before its share does; what it had reported has been passed on.
     """
-    shares = max(jobs, min(8 * jobs, settings.cases // 25))
-    whole = Summary("")
+    whole = Summary(name)
     seen: set[tuple[str, str]] = set()
+    workers: dict[Connection, SpawnProcess] = {}
     checks = tuple(c.name for c in settings.checks)
+    light = replace(settings, checks=())  # checks hold functions; their names travel instead
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context)
-    light = replace(settings, checks=())  # checks hold functions; their names travel instead
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for process in workers.values():
+            if whole.interrupted:
+                process.kill()
+            else:
+                process.terminate()
+        whole.interrupted = True
+
+    # A terminal sends Ctrl-C to all processes; those started while it is ignored go on ignoring it.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        waiting = [
-            pool.submit(search_part, name, contract, light, checks, part, shares, first) for part in range(shares)
-        ]
-        for done in as_completed(waiting):
-            summary, reports = done.result()
-            whole.merge(summary)
-            on_part(reports)
-            for finding in summary.findings:
-                kinds = {(finding.check, f.output) for f in finding.failures}
+        for part in range(jobs):
+            here, there = context.Pipe(duplex=False)
+            own = replace(light, part=(part, jobs))
+            process = context.Process(target=search_part, args=(there, name, contract, own, checks, first))
+            process.start()
+            there.close()
+            workers[here] = process
+        signal.signal(signal.SIGINT, stop)
+        while workers:
+            for pipe in wait(list(workers)):
+                assert isinstance(pipe, Connection)
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError):  # the latter in the middle of a message
+                    _end(workers, pipe, whole.interrupted)
+                    continue
+                if isinstance(message, CaseReport):
+                    whole.add(message)
+                    on_report(message)
+                    continue
+                kinds = {(message.check, f.output) for f in message.failures}
                 if not kinds <= seen:
                     seen |= kinds
-                    whole.findings.append(finding)
-                    on_finding(finding)
-    except KeyboardInterrupt:
-        whole.interrupted = True
+                    whole.findings.append(message)
+                    on_finding(message)
     finally:
-        pool.shutdown(wait=not whole.interrupted, cancel_futures=True)
+        for process in workers.values():
+            process.kill()
+        signal.signal(signal.SIGINT, previous)
     return whole
+
+
+def _end(workers: dict[Connection, SpawnProcess], pipe: Connection, interrupted: bool) -> None:
+    """Take leave of the process whose pipe has ended."""
+    process = workers.pop(pipe)
+    process.join()
+    pipe.close()
+    if process.exitcode and not interrupted:
+        raise ChildProcessError(
+            f"a process of the search ended with exit status {process.exitcode} in the middle of its share; "
+            "run with --jobs 1 to see where"
+        )

@@ -89,24 +89,6 @@ class Summary:
         """Outputs named by a finding of a check of value."""
         return {f.output for finding in self.findings for f in finding.failures}
 
-    def merge(self, other: Summary) -> None:
-        """Add the counts and worst ratios of another part of the same search; findings are left to the caller."""
-        self.target = other.target
-        for name, count in other.checks.items():
-            self.checks.setdefault(name, Counter()).update(count)
-        for own, more in (
-            (self.judged, other.judged),
-            (self.verdicts, other.verdicts),
-            (self.refusals, other.refusals),
-            (self.doubts, other.doubts),
-            (self.ran, other.ran),
-        ):
-            own.update(more)
-        for output, (ratio, case) in other.worst.items():
-            self._worse(output, ratio, case)
-        self.failed_cases += other.failed_cases
-        self.calls += other.calls
-
     def add(self, report: CaseReport) -> None:
         """Count one case."""
         self.verdicts[report.verdict] += 1

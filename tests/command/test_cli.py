@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,31 +179,88 @@ def test_a_function_of_the_current_folder_and_its_standalone_script() -> None:
     assert got == pytest.approx(1.25 * expected, rel=0.02)
 
 
-def test_ctrl_c_keeps_what_was_found_and_prints_the_summary() -> None:
+def interrupted(kind: str, *words: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    """`verikda check` whose whole process group gets SIGINT, as from a terminal, once a line of `kind` is on record."""
     # A process started by a background job ignores SIGINT; one at a terminal does not.
     code = "from signal import *; signal(SIGINT, default_int_handler); from verikda.cli import main; main()"
-    words = ("check", "zoo:DV_OFF", "--checks", "floor", "--cases", "9999", "--json", "run.jsonl")
-    run = subprocess.Popen([sys.executable, "-c", code, *words], env=surroundings(), text=True,
+    command = [sys.executable, "-c", code, "check", *words, "--checks", "floor", "--json", "run.jsonl"]
+    run = subprocess.Popen(command, env=surroundings(), text=True, start_new_session=True,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     try:
         record, last = Path("run.jsonl"), time.monotonic() + 120
-        while not (record.exists() and '"kind": "finding"' in record.read_text()):
+        while not (record.exists() and f'"kind": "{kind}"' in record.read_text()):
             assert run.poll() is None, run.communicate()
             assert time.monotonic() < last
             time.sleep(0.1)
-        run.send_signal(signal.SIGINT)
+        os.killpg(run.pid, signal.SIGINT)
         stdout, stderr = run.communicate(timeout=120)
+        last = time.monotonic() + 10
+        while _alive(run.pid):
+            assert time.monotonic() < last, "a process of the search is left behind"
+            time.sleep(0.1)
     finally:
-        run.kill()
-    assert run.returncode == 1, stderr
-    assert stderr == ""
-    assert "(interrupted)" in stdout.splitlines()[-1]
-    lines = strict(record)
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, run.returncode, stdout, stderr), strict(record)
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize(("target", "kind", "status"), [("emulator", "case", 0), ("zoo:DV_OFF", "finding", 1)])
+def test_ctrl_c_keeps_what_was_found_and_prints_the_summary(jobs: str, target: str, kind: str, status: int) -> None:
+    run, lines = interrupted(kind, target, "--jobs", jobs, "--cases", "5000")
+    assert run.returncode == status, run.stderr
+    assert run.stderr == ""
+    assert "(interrupted)" in run.stdout.splitlines()[-1]
     assert lines[-1]["kind"] == "end"
     assert lines[-1]["interrupted"] is True
     cases = [line for line in lines if line["kind"] == "case"]
-    assert 0 < len(cases) == sum(lines[-1]["verdicts"].values()) < 9999
-    assert load_case(the_finding())[1] == "zoo:DV_OFF"
+    assert 0 < len(cases) == sum(lines[-1]["verdicts"].values()) < 5000
+    if status:
+        assert load_case(the_finding())[1] == target
+    else:
+        assert not Path("verikda-findings").exists()
+
+
+def test_ctrl_c_before_the_first_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*args: object, **options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("verikda.checking.check_command", press)
+    result = verikda("check", "zoo")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "verikda: interrupted before there was anything to tell\n"
+
+
+def test_two_processes_share_the_cases_of_one() -> None:
+    options = ("--checks", "floor", "--cases", 6, "--json")
+    assert verikda("check", "zoo", *options, "one.jsonl").exit_code == 0
+    shared = verikda("check", "zoo", *options, "two.jsonl", "--jobs", 2)
+    assert shared.exit_code == 0, shared.output
+    assert "pass  zoo:NONE: 6 cases" in shared.stdout
+    one, two = ([x for x in strict(Path(p)) if x["kind"] == "case"] for p in ("one.jsonl", "two.jsonl"))
+    both = [{Case.from_dict(x["case"]): (x["verdict"], x["ratios"]) for x in lines} for lines in (one, two)]
+    assert both[0] == both[1]
+    assert len(both[0]) == 6
+
+
+def test_a_process_that_dies_is_no_pass() -> None:
+    pytest.importorskip("torch", reason="the function takes torch tensors")
+    Path("dying.py").write_text("import os\n\ndef chunk_kda(q, k, v, g, beta):\n    os._exit(7)\n")
+    run = process("check", "dying:chunk_kda", "--jobs", 2, "--cases", 4, "--json", "run.jsonl")
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert run.stderr == (
+        "verikda: a process of the search ended with exit status 7 in the middle of its share; "
+        "run with --jobs 1 to see where\n"
+    )
+    assert [line["kind"] for line in strict(Path("run.jsonl"))] == ["run"]
 
 
 def test_brackets_of_an_extra_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:

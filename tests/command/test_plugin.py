@@ -51,18 +51,38 @@ def test_without_the_option(verikda_target):
 """
 
 
+THREADS = {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def pytest_in(folder: Path, surroundings: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--rootdir", str(folder), *options]
+    return subprocess.run(
+        command, cwd=folder, env=surroundings, text=True, capture_output=True, timeout=300, check=False
+    )
+
+
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     # The plugin is named, and nothing else is loaded: so it is loaded once, installed or not.
-    surroundings = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTEST_ADDOPTS": "",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-p", "verikda.pytest_plugin", "-p", "no:cacheprovider", "-rA"]
-    return subprocess.run([*command, "--rootdir", str(folder), *options], cwd=folder, env=surroundings, text=True,
-                          capture_output=True, timeout=300, check=False)  # fmt: skip
+    surroundings = os.environ | THREADS | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return pytest_in(folder, surroundings, "-p", "verikda.pytest_plugin", *options)
+
+
+def test_pytest_finds_the_plugin_of_the_installed_package(tmp_path: Path) -> None:
+    """With no -p: through the entry point that the package declares."""
+    ask = "from importlib.metadata import entry_points as e; print(*(p.value for p in e(group='pytest11')))"
+    installed = subprocess.run([sys.executable, "-I", "-c", ask], text=True, capture_output=True, check=True).stdout
+    if "verikda." not in installed:
+        pytest.skip("the package is not installed here, only imported")
+    assert "verikda.pytest_plugin" in installed.split()
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | THREADS
+    plain.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD", None)
+    options = ("--verikda-target=zoo", "--verikda-cases=2")
+    result = pytest_in(tmp_path, plain, *options)
+    assert result.returncode == PASSED, result.stdout + result.stderr
+    assert "PASSED verikda::floor" in result.stdout
+    without = pytest_in(tmp_path, plain, "-p", "no:verikda", *options)
+    assert without.returncode == USAGE
+    assert "unrecognized arguments: --verikda-target=zoo" in without.stderr
 
 
 def test_a_healthy_target_and_a_users_test_pass(tmp_path: Path) -> None:
