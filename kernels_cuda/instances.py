@@ -29,6 +29,11 @@ class Notebook:
     def __init__(self) -> None:
         self.shared: dict[str, int] = {}
 
+    @property
+    def ready(self) -> frozenset[str]:
+        """See `kernels_cuda.modules.Backend.ready`."""
+        return frozenset(self.shared)
+
     def launch(self, kernel: str, grid: Dims, block: int, shared: int, args: Sequence[Any], stream: int = 0) -> None:
         """See `kernels_cuda.modules.Backend.launch`."""
         self.shared[kernel] = max(shared, self.shared.get(kernel, 0))

@@ -33,6 +33,11 @@ class Backend(Protocol):
 
     name: Literal["cuda", "host"]
 
+    @property
+    def ready(self) -> frozenset[str]:
+        """Name expressions of the instances that are compiled and loaded, as every launched one is."""
+        ...
+
     def launch(self, kernel: str, grid: Dims, block: int, shared: int, args: Sequence[Any], stream: int = 0) -> None:
         """Run one kernel.
 
@@ -128,6 +133,11 @@ class Host:
         if error is not None:
             raise LaunchError(f"{kernel}: {error.decode()}")
 
+    @property
+    def ready(self) -> frozenset[str]:
+        """Instances that were launched, or compiled together with one that was."""
+        return frozenset(self._kernels)
+
     def _compile(self, kernels: Sequence[str]) -> None:
         library = host_build.build(kernels, source=self._source, sanitize=self._sanitize, defines=self._defines)
         launch, kernel = ctypes.CDLL(str(library.runtime)).vk_launch, ctypes.CDLL(str(library.path)).vk_kernel
@@ -156,6 +166,11 @@ class Cuda:
         self._source, self._flags = source, tuple(flags)
         self._kernels: dict[tuple[str, int], tuple[Any, int]] = {}
         self._thread = threading.local()
+
+    @property
+    def ready(self) -> frozenset[str]:
+        """Instances that were launched."""
+        return frozenset(name for name, _ in self._kernels)
 
     def arch(self) -> str:
         """Architecture of the current device as the compiler names it, for example "sm_90a"."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from kernels_cuda.sources import source_hash
 from verikda import evidence
 from verikda import evidence_items as items
-from verikda.evidence import CHANGED, ITEMS, NEVER, proven, run_item
+from verikda.evidence import CHANGED, ITEMS, NEVER, SANITIZERS, item_command, proven, run_item
 
 
 def write(folder: Path, verdicts: dict[str, str], *, kernels: str | None = None, time: str = "2026-01-01T00:00:00",
@@ -99,7 +100,31 @@ def test_a_process_that_hangs_dies_or_says_nothing_is_a_failure() -> None:
 
 
 def test_every_item_has_a_title_a_limit_and_a_function() -> None:
-    assert set(ITEMS) == set(items.RUN)
+    assert set(ITEMS) - set(SANITIZERS) | {"cover"} == set(items.RUN)
+    assert all(item_command(item)[-1] in items.RUN for item in ITEMS)
+
+
+def test_a_sanitizer_that_finds_errors_or_is_missing_is_told_apart() -> None:
+    report = (
+        "print('========= COMPUTE-SANITIZER\\n========= Invalid __global__ read of size 4 bytes'); raise SystemExit(9)"
+    )
+    found = run_item("memcheck", [sys.executable, "-c", report], 30)
+    assert (found["verdict"], found["says"]) == ("fail", "memcheck found: Invalid __global__ read of size 4 bytes")
+    missing = run_item("memcheck", ["no-such-sanitizer"], 30)
+    assert missing["verdict"] == "not run"
+    assert "no-such-sanitizer is not installed" in missing["says"]
+
+
+def test_cover_sees_a_kernel_that_no_call_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verikda.ops import engine
+
+    monkeypatch.setattr(engine, "backend", cache(engine.backend.__wrapped__))  # nothing launched before counts
+    first = next(iter(items.covering_cases(("bfloat16",))))
+    passed, says, numbers = items.cover(None, "host", [first])
+    assert not passed
+    assert "never launched: " in says
+    assert "clear_tail" in says
+    assert numbers["calls"] == 1
 
 
 class Gpu:

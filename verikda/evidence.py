@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,8 +27,15 @@ ITEMS: dict[str, tuple[str, int]] = {
     "large": ("more than 2^31 elements, bit for bit as its samples alone", 180),
     "repeat": ("50 repeats bit for bit, alone, on reused memory, and with another stream busy", 180),
     "graph": ("CUDA graph replays bit for bit as eager, also after new inputs", 180),
+    "memcheck": ("every kernel under compute-sanitizer: no access outside what is allocated", 400),
+    "racecheck": ("every kernel under compute-sanitizer: no race in shared memory", 400),
+    "initcheck": ("every kernel under compute-sanitizer: no value read that was never written", 400),
 }
 """Title and time limit in seconds of each item."""
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+"""Items that run `evidence_items.cover` under the tool of that name."""
+SANITIZER_FOUND = 9
+"""Exit status by which compute-sanitizer says that it found an error."""
 
 PROVEN = "proven on {device}"
 CHANGED = "kernels changed since the last GPU run: unproven"
@@ -83,17 +91,39 @@ def run_item(item: str, command: Sequence[str] | None = None, limit: float | Non
     do exactly that.
     """
     seconds = limit if limit is not None else ITEMS[item][1]
-    command = command or [sys.executable, "-m", "verikda.evidence", "--item", item]
+    command = command or item_command(item)
+    # each tensor an allocation of its own, so that a read past its end is one past the allocation's
+    environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if item in SANITIZERS else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environ)
+    except FileNotFoundError:
+        return {
+            "verdict": NOT_RUN,
+            "says": f"{command[0]} is not installed (it comes with the CUDA toolkit)",
+            "numbers": {},
+        }
     except subprocess.TimeoutExpired:
         return {"verdict": FAIL, "says": f"did not end within {seconds:g} s", "numbers": {}}
+    if done.returncode == SANITIZER_FOUND:
+        errors = [
+            line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========") and line.strip("= ")
+        ]
+        return {"verdict": FAIL, "says": f"{item} found: {'; '.join(errors[1:4])}", "numbers": {}}
     for text in reversed(done.stdout.splitlines()):
         if text.startswith("{"):
             result: dict[str, Any] = json.loads(text)
             return result
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return {"verdict": FAIL, "says": f"ended with status {done.returncode}: {last}", "numbers": {}}
+
+
+def item_command(item: str) -> list[str]:
+    """The process that runs an item."""
+    this = [sys.executable, "-m", "verikda.evidence", "--item"]
+    if item not in SANITIZERS:
+        return [*this, item]
+    tool = ["compute-sanitizer", "--tool", item, "--error-exitcode", str(SANITIZER_FOUND), "--print-limit", "20"]
+    return [*tool, *this, "cover"]
 
 
 def alone(item: str) -> dict[str, Any]:
@@ -118,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verikda.evidence", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="append every result to this JSON Lines file")
     parser.add_argument("--items", default=",".join(ITEMS), help=f"comma-separated, of {', '.join(ITEMS)}")
-    parser.add_argument("--item", choices=ITEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--item", choices=[*ITEMS, "cover"], help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     items = [name.strip() for name in given.items.split(",") if name.strip()]
     unknown = [name for name in items if name not in ITEMS]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from oracles.problem import Problem
 from oracles.recurrence import forward_reverse
 from verikda import bench_shapes as shapes
 from verikda.bench import REL_LIMIT
+from verikda.case import DTYPES, Case
+from verikda.inputs import make_call
 
 Found = tuple[bool, str, dict[str, Any]]
 
@@ -184,6 +187,43 @@ def graph(torch: Any, device: str = "cuda", shape: tuple[int, int, int] = (2, 20
     return not wrong, says, {"differing": len(wrong)}
 
 
+def covering_cases(dtypes: Sequence[str] = DTYPES, rules: Sequence[str] = ("kda", "delta")) -> Iterator[Case]:
+    """Small calls that together launch every kernel: whole and odd rows, padded packs, states, flags, wide channels."""
+    for dtype, chunk, rule in product(dtypes, (16, 32, 64), rules):
+        common: dict[str, Any] = {"dtype": dtype, "chunk_size": chunk, "rule": rule, "h0": "random", "dht": True}
+        inside: dict[str, Any] = {"gate_in_kernel": True, "A_log": True, "dt_bias": True} if rule == "kda" else {}
+        yield Case(lengths=(70,), heads=1, K=64, V=64, **common)
+        yield Case(
+            lengths=(33, 0, 1, 64), packed=True, tail_padding=3, heads=1, groups=2, K=33, V=17, qk_l2norm=True,
+            beta_sigmoid=True, state_v_first=True, recompute=False, **inside, **common,
+        )  # fmt: skip
+        yield Case(lengths=(35, 35), heads=1, K=256, V=136, **common)
+
+
+def cover(
+    torch: Any, where: Literal["cuda", "host"] = "cuda", cases: Iterable[Case] | None = None, arch: str = "sm_90a"
+) -> Found:
+    """Every kernel launched at small sizes, for a sanitizer to watch: memory, races, values never written."""
+    from kernels_cuda.instances import instances
+    from kernels_cuda.sources import base_name
+    from verikda.ops import engine
+    from verikda.targets import own
+
+    target = own.cuda() if where == "cuda" else own.host()
+    failed = []
+    ran = 0
+    for case in covering_cases() if cases is None else cases:
+        result = target.run(make_call(case))
+        ran += 1
+        failed += [f"{n} of {case.to_json()}" for n, x in result.outputs.items() if not np.isfinite(x).all()]
+    launched = {base_name(name) for name in engine.backend(where).ready}
+    missing = sorted({base_name(name) for name in instances(arch).kernels} - launched)
+    says = f"{ran} calls launched {len(launched)} kernels"
+    says += f"; never launched: {', '.join(missing)}" if missing else ""
+    says += f"; not finite: {failed[0]}" if failed else ""
+    return not missing and not failed, says, {"calls": ran, "kernels": sorted(launched)}
+
+
 RUN: dict[str, Callable[[Any], Found]] = {
-    "long": long, "many": many, "large": large, "repeat": repeat, "graph": graph
+    "long": long, "many": many, "large": large, "repeat": repeat, "graph": graph, "cover": cover
 }  # fmt: skip

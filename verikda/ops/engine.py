@@ -22,7 +22,14 @@ GRADIENTS = tuple(_RESULTS)
 
 
 @cache
-def _backend(name: Literal["cuda", "host"]) -> Backend:
+def backend(name: Literal["cuda", "host"]) -> Backend:
+    """Where kernels of this process run.
+
+    Raises
+    ------
+    ImportError, kernels_cuda.modules.LaunchError
+        For "cuda" without CuPy or without a device.
+    """
     if name == "cuda":
         try:
             return load("cuda")
@@ -111,7 +118,7 @@ def forward(ready: Ready, *, keep: Collection[str] = (), final_state: bool = Tru
     memory = _Memory(arrays)
     with arrays.current():
         forward_plan.forward(
-            _backend(arrays.backend), ready.plan(), memory.allocate, keep=keep, final_state=final_state,
+            backend(arrays.backend), ready.plan(), memory.allocate, keep=keep, final_state=final_state,
             **ready.launch_options(),
         )  # fmt: skip
     return {name: x for name, x in memory.named.items() if name in ("o", "ht", "decay") or name in keep}
@@ -141,7 +148,7 @@ def backward(
         dht = None if dht is None else arrays.contiguous(dht)
         saved = {name: arrays.contiguous(x) for name, x in (saved or {}).items()}
         backward_plan.backward(
-            _backend(arrays.backend), ready.plan(), memory.allocate, do=arrays.address(do),
+            backend(arrays.backend), ready.plan(), memory.allocate, do=arrays.address(do),
             dht=0 if dht is None else arrays.address(dht),
             saved={name: arrays.address(x) for name, x in saved.items()}, keep=keep, **ready.launch_options(),
         )  # fmt: skip
@@ -193,7 +200,7 @@ def last_decay(ready: Ready, Gamma: Any) -> Any:
         if plan.chunks == 0 or plan.tokens == 0:
             return arrays.empty(call.shape("decay"), "float32")
         options = ready.launch_options()
-        forward_plan.chunk_table(_backend(arrays.backend), plan, memory.allocate, options.get("stream", 0))
+        forward_plan.chunk_table(backend(arrays.backend), plan, memory.allocate, options.get("stream", 0))
         table = memory.named["chunks"]  # 64-bit words (token, rows + sequence << 32)
         last = (table[:, 0] + (table[:, 1] & 0xFFFFFFFF) - 1).clip(0)
         return arrays.exp2(Gamma.reshape((plan.tokens, plan.HV, plan.K))[last])
