@@ -6,7 +6,7 @@ Whether a case lies within the capabilities of a target is judged here by a tabl
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from verikda import knobs, regimes
 from verikda.call import Capabilities
 from verikda.case import H0, LAYOUTS, Case
 from verikda.inputs import make_call
+from verikda.permits import permits
 from verikda.strategies import cases, describe, labels, length_class, stratified
 
 SMALL = Capabilities(
@@ -26,6 +27,7 @@ SMALL = Capabilities(
     grouped=False, packed=False, empty=False, tail_padding=False, initial_state=False, backward=False, dht=False,
     scale=False, qk_l2norm=False, beta_sigmoid=False, allow_neg_eigval=False, safe_gate=False, state_v_first=False,
     recompute=False, hard_reset=False, g_dtypes=("float32",), beta_dtypes=("same",),
+    beta_above_one=False,
 )  # fmt: skip
 
 
@@ -38,8 +40,8 @@ def outside(case: Case, c: Capabilities) -> list[str]:
         "rules": case.rule in c.rules,
         "gates": not kda or case.gate in c.gates,
         "layouts": case.layout in c.layouts,
-        "max_k": c.max_k >= case.K,
-        "max_v": c.max_v >= case.V,
+        "max_k": bool(c.k_sizes) or c.max_k >= case.K,
+        "max_v": bool(c.v_sizes) or c.max_v >= case.V,
         "grouped": c.grouped or case.groups == 1,
         "packed": c.packed or not case.packed,
         "empty": c.empty or 0 not in case.lengths,
@@ -56,6 +58,10 @@ def outside(case: Case, c: Capabilities) -> list[str]:
         "hard_reset": c.hard_reset or not kda or case.gate_regime != "reset",
         "g_dtypes": not kda or case.g_dtype in c.g_dtypes,
         "beta_dtypes": case.beta_dtype in c.beta_dtypes,
+        "k_sizes": not c.k_sizes or case.K in c.k_sizes,
+        "v_sizes": not c.v_sizes or case.V in c.v_sizes,
+        "beta_above_one": c.beta_above_one or case.beta_regime != "up_to_two",
+        "required": all(getattr(case, flag) for flag in c.required),
     }
     return [name for name, fine in used.items() if not fine]
 
@@ -70,8 +76,10 @@ capabilities = st.builds(
     **{
         f.name: st.booleans() if isinstance(f.default, bool) else subsets(f.default)
         for f in fields(Capabilities)
-        if isinstance(f.default, (bool, tuple))
+        if isinstance(f.default, bool) or (isinstance(f.default, tuple) and f.default)
     },
+    k_sizes=st.sampled_from([(), (), (64, 128)]),
+    v_sizes=st.sampled_from([(), (), (128,)]),
     max_k=st.sampled_from([1, 16, 64, 256]),
     max_v=st.sampled_from([1, 16, 64, 256]),
 )
@@ -80,8 +88,27 @@ capabilities = st.builds(
 def test_the_judge_sees_every_capability() -> None:
     """Every limit of a minimal target is broken by some case of a complete one, and by none of its own."""
     broken = {name for case in stratified(n=100) for name in outside(case, SMALL)}
-    assert broken >= {f.name for f in fields(Capabilities)} - {"notes", "backward", "shape_invariant"}
+    unseen = {"notes", "backward", "shape_invariant", "required", "k_sizes", "v_sizes"}
+    assert broken >= {f.name for f in fields(Capabilities)} - unseen
     assert all(outside(case, SMALL) == [] for case in stratified(SMALL, 50))
+
+
+def test_a_target_of_few_sizes_and_required_flags_gets_nothing_else() -> None:
+    fused = Capabilities(
+        k_sizes=(128,), v_sizes=(64, 128), gates=("bounded",), required=("qk_l2norm", "beta_sigmoid"),
+        beta_above_one=False,
+    )  # fmt: skip
+    some = stratified(fused, 40)
+    assert all(outside(case, fused) == [] and permits(fused, case) is None for case in some)
+    assert {(case.K, case.V) for case in some} == {(128, 64), (128, 128)}
+    shows = {
+        "K = 64": replace(some[0], K=64),
+        "V = 32": replace(some[0], V=32),
+        "qk_l2norm = False": replace(some[0], qk_l2norm=False, key_regime="random"),
+        "beta above 1": replace(some[0], beta_regime="up_to_two", allow_neg_eigval=True),
+    }
+    for reason, case in shows.items():
+        assert permits(fused, case) == reason
 
 
 @settings(max_examples=500, deadline=None, derandomize=True, database=None)

@@ -63,6 +63,8 @@ class Capabilities:
     `shape_invariant` promises that shapes and strides without meaning (batch, packing, length, memory layout) change
     no bit. Functions made of library products and sums cannot promise it, because the order of summation there
     follows the shape: False has those relations judged under the noise floor.
+    `k_sizes`, `v_sizes` are the only K and V that it takes, where it takes a few only. `required` names flags that
+    every call must have ("qk_l2norm", "beta_sigmoid"), `beta_above_one` says whether beta may lie in (1, 2].
     Defaults describe a complete implementation. `refuse` explains a limit to the user.
     """
 
@@ -73,6 +75,8 @@ class Capabilities:
     layouts: tuple[str, ...] = ("contiguous", "sliced", "strided", "expanded", "misaligned")
     max_k: int = 256
     max_v: int = 256
+    k_sizes: tuple[int, ...] = ()
+    v_sizes: tuple[int, ...] = ()
     grouped: bool = True
     packed: bool = True
     empty: bool = True
@@ -88,6 +92,8 @@ class Capabilities:
     state_v_first: bool = True
     recompute: bool = True
     hard_reset: bool = True
+    beta_above_one: bool = True
+    required: tuple[str, ...] = ()
     shape_invariant: bool = True
     g_dtypes: tuple[str, ...] = ("same", "float32")
     beta_dtypes: tuple[str, ...] = ("same", "float32")

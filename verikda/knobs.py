@@ -105,8 +105,14 @@ def _informative(names: Iterable[str], silent: str, heard: bool) -> Options:
     return tuple(name for name in names if heard or name != silent)
 
 
-def _channels(limit: int, room: int) -> Options:
-    return tuple(n for n in _CHANNELS if n <= min(limit, max(room, 1)))
+def _flag(name: str, c: Capabilities) -> Options:
+    """A flag of the operator; True alone where every call must have it."""
+    return (True,) if name in c.required else _if(getattr(c, name), False, True)
+
+
+def _channels(sizes: Options, limit: int, room: int) -> Options:
+    """The few sizes that the target takes, whatever the limits; otherwise those that fit."""
+    return sizes or tuple(n for n in _CHANNELS if n <= min(limit, max(room, 1)))
 
 
 def length_classes(x: SimpleNamespace, c: Capabilities, m: Limits) -> dict[str, tuple[int, ...]]:
@@ -153,13 +159,13 @@ OPTIONS: dict[str, Callable[[Any, Capabilities, Limits], Options]] = {
     ),
     "gate_regime": _gate_regimes,
     "gate_magnitude": lambda x, c, m: _magnitudes(x),
-    "qk_l2norm": lambda x, c, m: _if(c.qk_l2norm, False, True),
-    "beta_sigmoid": lambda x, c, m: _if(c.beta_sigmoid, False, True),
+    "qk_l2norm": lambda x, c, m: _flag("qk_l2norm", c),
+    "beta_sigmoid": lambda x, c, m: _flag("beta_sigmoid", c),
     "allow_neg_eigval": lambda x, c, m: _if(c.allow_neg_eigval and x.beta_sigmoid, False, True),
     "heads": lambda x, c, m: tuple(n for n in (1, 2, 3, 4) if n <= m.max_heads),
     "groups": lambda x, c, m: _if(c.grouped, *(n for n in (1, 2, 3) if x.heads * n <= m.max_heads or n == 1)),
-    "K": lambda x, c, m: _channels(min(c.max_k, m.max_channels), m.max_state // (x.heads * x.groups)),
-    "V": lambda x, c, m: _channels(min(c.max_v, m.max_channels), m.max_state // (x.heads * x.groups * x.K)),
+    "K": lambda x, c, m: _channels(c.k_sizes, min(c.max_k, m.max_channels), m.max_state // (x.heads * x.groups)),
+    "V": lambda x, c, m: _channels(c.v_sizes, min(c.max_v, m.max_channels), m.max_state // (x.heads * x.groups * x.K)),
     "packed": lambda x, c, m: _if(c.packed, False, True),
     "lengths": lambda x, c, m: tuple(length_classes(x, c, m).values()),
     "tail_padding": lambda x, c, m: _if(x.packed and c.tail_padding, 0, 1, 19),
@@ -173,7 +179,7 @@ OPTIONS: dict[str, Callable[[Any, Capabilities, Limits], Options]] = {
     "beta_regime": lambda x, c, m: tuple(
         name
         for name in _informative(regimes.BETAS, "zero", x.h0 in ("random", "large"))
-        if name != "up_to_two" or x.allow_neg_eigval or not x.beta_sigmoid
+        if name != "up_to_two" or (c.beta_above_one and (x.allow_neg_eigval or not x.beta_sigmoid))
     ),
     "value_regime": lambda x, c, m: _informative(regimes.VALUES, "zero", x.h0 in ("random", "large")),
     "do_regime": lambda x, c, m: _informative(regimes.DOS, "zero", x.dht) if c.backward else ("random",),
@@ -223,8 +229,8 @@ READS: dict[str, tuple[str, ...]] = {
 _OPEN: dict[str, Callable[[Any, Any, Capabilities], bool]] = {
     "heads": lambda value, x, c: True,
     "groups": lambda value, x, c: value == 1 or c.grouped,
-    "K": lambda value, x, c: value <= c.max_k,
-    "V": lambda value, x, c: value <= c.max_v,
+    "K": lambda value, x, c: value in c.k_sizes if c.k_sizes else value <= c.max_k,
+    "V": lambda value, x, c: value in c.v_sizes if c.v_sizes else value <= c.max_v,
     "lengths": lambda value, x, c: (c.empty and x.packed) if 0 in value else (x.packed or len(set(value)) == 1),
     "tail_padding": lambda value, x, c: value == 0 or (x.packed and c.tail_padding),
     "gate_magnitude": lambda value, x, c: x.rule == "kda" or value == 1.0,

@@ -14,8 +14,8 @@ def permits(c: Capabilities, case: Case) -> str | None:
         (case.rule == "delta" or case.gate in c.gates, f"gate {case.gate}"),
         (case.chunk_size in c.chunk_sizes, f"chunk_size {case.chunk_size}"),
         (case.layout in c.layouts, f"layout {case.layout}"),
-        (c.max_k >= case.K, f"K = {case.K}"),
-        (c.max_v >= case.V, f"V = {case.V}"),
+        (case.K in c.k_sizes if c.k_sizes else c.max_k >= case.K, f"K = {case.K}"),
+        (case.V in c.v_sizes if c.v_sizes else c.max_v >= case.V, f"V = {case.V}"),
         (case.groups == 1 or c.grouped, "grouped value heads"),
         (not case.packed or c.packed, "packed sequences"),
         (0 not in case.lengths or c.empty, "empty sequences"),
@@ -32,5 +32,7 @@ def permits(c: Capabilities, case: Case) -> str | None:
         (case.gate_regime != "reset" or c.hard_reset, "hard resets"),
         (case.rule == "delta" or case.g_dtype in c.g_dtypes, f"g in {case.g_dtype}"),
         (case.beta_dtype in c.beta_dtypes, f"beta in {case.beta_dtype}"),
+        (case.beta_regime != "up_to_two" or c.beta_above_one, "beta above 1"),
+        *((getattr(case, flag), f"{flag} = False") for flag in c.required),
     )
     return next((text for allowed, text in limits if not allowed), None)
