@@ -117,10 +117,10 @@ def _run(
     back = initial(problem.dht)
     D, D_, Dk = (op.empty(*s) for s in (after.shape[-3:], after.shape[-3:], v.shape))
     for at, running in op.steps(reversed(steps)):
-        d = op.wide(back[..., :running, :, :] + qT[..., at, :, :] * dO[at])
+        d = op.wide(back[..., :running, :, :] + op.wide(qT[..., at, :, :] * dO[at]))
         D[..., at, :, :] = d
         Dk[..., at, :, :] = op.dot(k[..., at, :, :], d)
-        d = op.wide(d - kT[..., at, :, :] * op.wide(beta[..., at, :, :] * Dk[..., at, :, :]))
+        d = op.wide(d - op.wide(kT[..., at, :, :] * op.wide(beta[..., at, :, :] * Dk[..., at, :, :])))
         D_[..., at, :, :] = d
         back[..., :running, :, :] = d if decay is None else op.wide(decay[..., at, :, :] * d)
     dr = op.wide(beta * Dk)

@@ -349,6 +349,58 @@ def test_a_settled_recurrence_repeats_its_roundings(monkeypatch: pytest.MonkeyPa
     assert alone.outputs["ht"].ratio > 1.5 * both.outputs["ht"].ratio, (alone.outputs["ht"], both.outputs["ht"])
 
 
+@pytest.mark.parametrize("what", ["annihilated", "opposite"])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_cancels_has_the_rounding_of_its_products(what: str, seed: int) -> None:
+    """Products that are added are rounded first, in kernels that do not fuse the two; here that is all that is left.
+
+    annihilated : D - k (beta k^T D) with D = q do^T, q along k, do a power of two. D rounds to nothing, and the error
+    of beta k^T D is along k, where the next token takes it away.
+    opposite : dht + q do^T with dht = -q do^T as rounded.
+    """
+    rng = np.random.default_rng(seed)
+    p = problem(seed, lengths=(2, 2, 2), tail=0, K=3, V=6, dtype="float32")
+    unit = rng.standard_normal(3)
+    unit = round_to(unit / np.sqrt(unit @ unit), "float32")
+    k = np.broadcast_to(unit, p.k.shape).copy()
+    p = replace(p, gate="none", g=None, scale=1.0, q=k, k=k, beta=np.ones_like(p.beta), h0=np.zeros_like(p.dht))
+    if what == "annihilated":
+        last = np.arange(6)[:, None, None] % 2
+        p = replace(p, do=last * np.exp2(rng.integers(-10, -6, p.v.shape)), dht=None)
+    else:
+        do = round_to(rng.standard_normal(6), "float32")
+        dht = np.broadcast_to(round_to(-unit[:, None] * do, "float32"), p.h0.shape).copy()  # type: ignore[union-attr]
+        p = replace(
+            p, beta=np.zeros_like(p.beta), do=np.arange(6)[:, None, None] % 2 * do * np.ones(p.v.shape), dht=dht
+        )
+    out = emulate(p, recurrent32(), Nearest(), output_dtypes=dtypes_for("float32")).outputs
+    found = judge(out, dtypes_for("float32"), p, recurrent32())
+    assert {j.verdict for j in found.outputs.values()} == {"pass"}, [j.message for j in found.outputs.values()]
+    assert np.any(out["dh0"] != forward_reverse(p)["dh0"]), "nothing was rounded"
+
+
+def test_a_floor_goes_with_its_problem() -> None:
+    """Floors are kept for further results of a problem that is alive, and no longer: a search makes thousands."""
+    import gc
+
+    from verikda.floor import _floors
+    from verikda.noise import Floor
+
+    def living() -> tuple[int, int]:
+        gc.collect()
+        return len(_floors), sum(isinstance(x, Floor) for x in gc.get_objects())
+
+    before = living()
+    kept = problem()
+    verdict(kept, healthy(kept, "bfloat16"))
+    assert living() == (before[0] + 1, before[1] + 1)
+    for seed in range(5):
+        p = problem(seed, lengths=(9,))
+        verdict(p, healthy(p, "bfloat16"))
+        del p
+    assert living() == (before[0] + 1, before[1] + 1)
+
+
 def test_blocks_are_a_partition_and_large_enough() -> None:
     p = problem(lengths=(1, 0, 3, 40, 2), tail=5, H=2, HV=4, K=2, V=3)
     truth = forward_reverse(p)

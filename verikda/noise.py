@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,7 +119,8 @@ class Floor:
         runs: int,
         seed: int,
     ) -> None:
-        self.problem, self.contract, self.backward = problem, contract, backward
+        self._problem = weakref.ref(problem)  # a floor is kept as long as its problem lives, and so must not keep it
+        self.contract, self.backward = contract, backward
         self.outputs = {n: OutputNoise(n, x, dtypes[n], problem, contract) for n, x in truth.items()}
         self.rng = np.random.default_rng(seed)
         self.noisy = contract.storage == "float32" or not contract.sites
@@ -128,6 +130,13 @@ class Floor:
         if not self.noisy and runs < CONFIRMED[0]:
             self._plan.insert(0, (CONFIRMED[0], False))  # cheap, and mostly enough to pass
         self._add(runs)
+
+    @property
+    def problem(self) -> Problem:
+        """What is emulated; whoever uses a floor holds it."""
+        problem = self._problem()
+        assert problem is not None
+        return problem
 
     def refine(self) -> bool:
         """Estimate again with more runs, at last with explicit float32 noise; False when nothing is left to do."""
