@@ -1,15 +1,15 @@
-"""The fla target, on a stand-in with the library's public signature: the library itself needs a GPU."""
+"""The fla targets, on stand-ins with the library's public signatures: the library itself needs a GPU."""
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import types
 
 import calls
-import numpy as np
 import pytest
-
-from oracles.recurrence import forward_reverse
+from judged import floor
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'")
 
@@ -17,88 +17,124 @@ import toy_kda
 
 from verikda.targets import TargetError, resolve
 
+seen = {}
+
+
+def chunk_kda(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+    lower_bound=None, disable_recompute=False, return_intermediate_states=False, state_v_first=False,
+    cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
+):  # fmt: skip
+    seen.update(kwargs, disable_recompute=disable_recompute, safe_gate=safe_gate)
+    return toy_kda.chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute, state_v_first,
+        cu_seqlens, kwargs["A_log"], kwargs["dt_bias"], kwargs["chunk_size"],
+    )  # fmt: skip
+
+
+def fused_recurrent_kda(
+    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    return toy_kda.chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, state_v_first, cu_seqlens, A_log,
+        dt_bias,
+    )  # fmt: skip
+
+
+def chunk_delta_rule(
+    q, k, v, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
+):  # fmt: skip
+    seen.update(kwargs)
+    return toy_kda.chunk_kda(
+        q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens
+    )
+
+
+def elsewhere(function):
+    """What the library's decorator does where another package's kernels are installed."""
+
+    @functools.wraps(function)
+    def other(*args, **kwargs):
+        raise AssertionError("the kernels of another package ran")
+
+    return other
+
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    seen = {}
-
-    def chunk_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=None,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        use_gate_in_kernel=False,
-        use_beta_sigmoid_in_kernel=False,
-        allow_neg_eigval=False,
-        safe_gate=False,
-        lower_bound=None,
-        disable_recompute=False,
-        return_intermediate_states=False,
-        state_v_first=False,
-        cu_seqlens=None,
-        cu_seqlens_cpu=None,
-        cp_context=None,
-        **kwargs,
-    ):
-        seen.update(kwargs, disable_recompute=disable_recompute)
-        return toy_kda.chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            safe_gate,
-            lower_bound,
-            disable_recompute,
-            state_v_first,
-            cu_seqlens,
-            kwargs["A_log"],
-            kwargs["dt_bias"],
-            kwargs["chunk_size"],
-        )
-
-    for name in ("fla", "fla.ops", "fla.ops.kda"):
+def library(monkeypatch):
+    seen.clear()
+    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH", raising=False)
+    for name in ("fla", "fla.ops", "fla.ops.kda", "fla.ops.delta_rule"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["fla.ops.kda"].chunk_kda = chunk_kda
-    return seen
+    for place, function in (("kda", chunk_kda), ("kda", fused_recurrent_kda), ("delta_rule", chunk_delta_rule)):
+        monkeypatch.setattr(function, "__module__", f"fla.ops.{place}.chunk")
+        setattr(sys.modules[f"fla.ops.{place}"], function.__name__, elsewhere(function))
+    return sys.modules["fla.ops.kda"]
 
 
-def test_parameters_behind_kwargs_arrive(stand_in):
+def test_parameters_behind_kwargs_arrive(library):
     call = calls.make("bfloat16", gate="bounded", params=True, safe_gate=True, chunk_size=32, recompute=False)
-    result = resolve("fla").run(call)
-    assert stand_in["chunk_size"] == 32
-    assert stand_in["disable_recompute"] is True
-    for n, value in forward_reverse(call.problem).items():
-        assert np.abs(result.outputs[n] - value).max() <= 0.02 * (np.abs(value).max() + 1), n
+    assert floor(resolve("fla"), call) == "pass"
+    assert (seen["chunk_size"], seen["disable_recompute"], seen["safe_gate"]) == (32, True, True)
 
 
-def test_capabilities(stand_in):
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("fla", calls.make("float16", shape=(1, 21, 1, 2, 5, 4), cu_seqlens=[0, 4, 21], state_v_first=True)),
+        ("fla:recurrent", calls.make("float32", gate="softplus", params=True, backward=False, do=False, dht=False)),
+        ("fla:delta", calls.make("bfloat16", shape=(2, 21, 2, 2, 5, 4), gate="none", chunk_size=16)),
+    ],
+)
+def test_right(library, name, call):
+    assert floor(resolve(name), call) == "pass"
+    assert name != "fla:delta" or seen["chunk_size"] == 16
+
+
+def test_kernels_of_other_packages_do_not_run_instead(library):
+    with pytest.raises(AssertionError, match="another package"):
+        library.chunk_kda()
+    result = resolve("fla").run(calls.make("bfloat16", shape=(1, 3, 1, 1, 2, 2)))
+    assert result.ran.startswith("fla.ops.kda.chunk.chunk_kda (")
+    assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
+
+
+def test_a_function_that_cannot_be_unwrapped(library, monkeypatch):
+    monkeypatch.setattr(library, "chunk_kda", lambda q, k, v, g, beta: None)
+    with pytest.raises(TargetError, match=r"fla.ops.kda.chunk_kda could not be unwrapped to the library's own code"):
+        resolve("fla")
+
+
+def test_capabilities(library):
     target = resolve("fla")
     c = target.capabilities
-    assert c.chunk_sizes == (32, 64)
-    assert c.dtypes == ("float16", "bfloat16")
+    assert (c.chunk_sizes, c.dtypes, c.rules) == ((32, 64), ("float16", "bfloat16"), ("kda",))
     assert c.gates == ("log", "softplus", "bounded")
-    assert c.rules == ("kda",)
     assert not c.hard_reset
     for field in ("packed", "initial_state", "scale", "qk_l2norm", "beta_sigmoid", "state_v_first", "recompute"):
         assert getattr(c, field), field
     assert set(c.notes) == {"dtypes", "chunk_sizes", "hard_reset"}
-    assert target.contract(calls.make("float16", chunk_size=32)).name == "storage-float16-c32"
+    token, delta = resolve("fla:recurrent").capabilities, resolve("fla:delta").capabilities
+    assert (token.backward, token.dht, token.hard_reset, token.safe_gate) == (False, False, True, False)
+    assert (delta.rules, delta.chunk_sizes, delta.grouped, delta.gates) == (("delta",), (16, 32, 64), False, ("log",))
 
 
-def test_without_the_library(monkeypatch):
+def test_contracts(library):
+    """TF32 has the bits of float16 and more than bfloat16."""
+    names = [resolve("fla").contract(calls.make(dtype, chunk_size=32)).name for dtype in ("float16", "bfloat16")]
+    assert names == ["operands-float16-c32", "storage-bfloat16-c32"]
+    assert resolve("fla:recurrent").contract(calls.make("bfloat16")).name == "float32-recurrent"
+    assert resolve("fla:delta").contract(calls.make("float16", chunk_size=16)).name == "storage-float16-c16"
+
+
+@pytest.mark.parametrize("name", ["fla", "fla:recurrent", "fla:delta"])
+def test_without_the_library(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
-    with pytest.raises(TargetError, match=r"needs flash-linear-attention, .*: pip install fla-core"):
-        resolve("fla")
+    with pytest.raises(TargetError, match=rf"target {name} needs flash-linear-attention, .*: pip install fla-core"):
+        resolve(name)

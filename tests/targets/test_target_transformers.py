@@ -16,6 +16,8 @@ from oracles.recurrence import forward_reverse
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[peers]'")
 pytest.importorskip("transformers.models.kimi_linear", reason="needs transformers: pip install 'verikda[peers]'")
 
+import torch
+
 from verikda.targets import TargetError, resolve
 from verikda.targets import transformers as module
 
@@ -70,6 +72,15 @@ def test_hard_reset():
     for n, value in expected.items():
         assert np.abs(right[n] - value).max() <= 1e-5 * (np.abs(value).max() + 1), n
     assert np.isnan(resolve("transformers").run(call).outputs["o"]).any()
+
+
+def test_where_it_runs():
+    assert {resolve(name).device for name in NAMES} == {"cpu"}
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            TargetError, match="target transformers:cuda asks for device 'cuda', but torch finds no GPU"
+        ):
+            resolve("transformers:cuda")
 
 
 def test_contracts():

@@ -1,9 +1,21 @@
-"""flash-linear-attention's `chunk_kda` (package fla-core), as a target. It needs a GPU that Triton supports."""
+"""flash-linear-attention's Triton kernels (package fla-core), as targets. They need a GPU that Triton supports.
+
+The library decorates its functions so that a call can go to kernels of other packages. The functions under test are
+the undecorated ones, and that choice between kernels is switched off inside them too, before the library is first
+imported, so that the file and line in `Result.ran` are of the code that ran.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from oracles.contract import Contract, operands16, storage16
+from verikda.call import Call
 from verikda.targets.base import TargetError
 from verikda.targets.signature import read
 from verikda.targets.torch_function import TorchFunction, import_torch
@@ -11,33 +23,102 @@ from verikda.targets.torch_function import TorchFunction, import_torch
 FROM_KWARGS = ("A_log", "dt_bias", "chunk_size")
 """Parameters that chunk_kda reads from its `**kwargs`."""
 
+NO_FLOAT32 = "float32 inputs run through TF32 products, which is no float32 contract"
 
-def chunked() -> TorchFunction:
-    """`fla.ops.kda.chunk_kda`.
+
+def library_function(module: str, name: str, target: str) -> Callable[..., Any]:
+    """The function `name` of `fla.ops.module`, without the decorator that may replace it.
 
     Raises
     ------
     TargetError
-        When fla-core or torch is missing.
+        When fla-core or torch is missing, or the function cannot be unwrapped to code in its own file.
     """
-    import_torch("fla")
+    import_torch(target)
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    place = f"fla.ops.{module}"
     try:
-        from fla.ops.kda import chunk_kda
-    except ImportError as error:
+        decorated = getattr(importlib.import_module(place), name)
+    except Exception as error:  # without a GPU, Triton or a matching torch the import fails in any way
         raise TargetError(
-            f"target fla needs flash-linear-attention, which cannot be imported ({error}): pip install fla-core"
+            f"target {target} needs flash-linear-attention, and {place} cannot be imported "
+            f"({type(error).__name__}: {error}): pip install fla-core einops, on a machine with a GPU"
         ) from error
+    function: Callable[..., Any] = inspect.unwrap(decorated)
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != name or not function.__module__.startswith(place):
+        raise TargetError(f"{place}.{name} could not be unwrapped to the library's own code (found {function!r})")
+    return function
+
+
+def chunked() -> TorchFunction:
+    """`chunk_kda`. A call with safe_gate takes its path of dense diagonal blocks, others the path pair by pair.
+
+    Raises
+    ------
+    TargetError
+        See `library_function`.
+    """
+    function = library_function("kda", "chunk_kda", "fla")
     capabilities = replace(
-        read(chunk_kda, "fla", FROM_KWARGS).capabilities(),
+        read(function, "fla", FROM_KWARGS).capabilities(),
         dtypes=("float16", "bfloat16"),
         chunk_sizes=(32, 64),
         max_k=256,
         hard_reset=False,
-        shape_invariant=True,
         notes={
-            "dtypes": "float32 inputs run through TF32 products, which is no float32 contract",
+            "dtypes": NO_FLOAT32,
             "chunk_sizes": "chunk_kda accepts 32 and 64",
             "hard_reset": "differences of cumulative gates: g = -inf gives inf - inf",
         },
     )
-    return TorchFunction(chunk_kda, "fla", capabilities=capabilities, contract="storage16", swallowed=FROM_KWARGS)
+    return TorchFunction(function, "fla", capabilities=capabilities, contract=kda_contract, swallowed=FROM_KWARGS)
+
+
+def kda_contract(call: Call) -> Contract:
+    """Intermediates in the dtype of q; the products of decayed rows run in TF32.
+
+    TF32 has the 11 significant bits of float16, so those operands count as rounded there; in bfloat16, with 8, they
+    are finer than anything that is rounded anyway.
+    """
+    if call.dtypes["q"] == "float16":
+        return operands16("float16", call.chunk_size)
+    return storage16("bfloat16", call.chunk_size)
+
+
+def recurrent() -> TorchFunction:
+    """`fused_recurrent_kda`: token by token in float32, forward only.
+
+    Raises
+    ------
+    TargetError
+        See `library_function`.
+    """
+    name = "fla:recurrent"
+    function = library_function("kda", "fused_recurrent_kda", name)
+    capabilities = replace(
+        read(function, name).capabilities(),
+        backward=False,
+        dht=False,
+        notes={"backward": "the library's function has none"},
+    )
+    return TorchFunction(function, name, capabilities=capabilities, contract="recurrent32")
+
+
+def delta() -> TorchFunction:
+    """`chunk_delta_rule`: DeltaNet, without a decay.
+
+    Raises
+    ------
+    TargetError
+        See `library_function`.
+    """
+    name = "fla:delta"
+    function = library_function("delta_rule", "chunk_delta_rule", name)
+    swallowed = ("chunk_size",)
+    capabilities = replace(
+        read(function, name, swallowed).capabilities(),
+        dtypes=("float16", "bfloat16"),
+        notes={"dtypes": "chunk_delta_rule refuses float32"},
+    )
+    return TorchFunction(function, name, capabilities=capabilities, contract="storage16", swallowed=swallowed)

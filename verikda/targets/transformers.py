@@ -45,19 +45,29 @@ def torch_path(name: str, target: str = "transformers") -> Callable[..., Any]:
     return function
 
 
-def chunked() -> TorchFunction:
+def chunked(target: str = "transformers", device: str = "cpu") -> TorchFunction:
     """`chunk_kimi_delta_attention`: chunked, any chunk size. Differences of cumulative gates make g = -inf NaN."""
-    function = torch_path("chunk_kimi_delta_attention")
+    function = torch_path("chunk_kimi_delta_attention", target)
     capabilities = replace(
-        read(function, "transformers").capabilities(), grouped=False, hard_reset=False, shape_invariant=False
+        read(function, target).capabilities(), grouped=False, hard_reset=False, shape_invariant=False
     )
-    return TorchFunction(function, "transformers", capabilities=capabilities, contract="float32")
+    return TorchFunction(function, target, capabilities=capabilities, contract="float32", device=device)
+
+
+def on_gpu() -> TorchFunction:
+    """The same function on the GPU, where its products are cuBLAS's.
+
+    Raises
+    ------
+    TargetError
+        See `torch_path`; and when torch finds no GPU.
+    """
+    return chunked("transformers:cuda", "cuda")
 
 
 def recurrent() -> TorchFunction:
     """`recurrent_kimi_delta_attention`: token by token."""
-    function = torch_path("recurrent_kimi_delta_attention", "transformers:recurrent")
-    capabilities = replace(
-        read(function, "transformers:recurrent").capabilities(), grouped=False, shape_invariant=False
-    )
-    return TorchFunction(function, "transformers:recurrent", capabilities=capabilities, contract="recurrent32")
+    target = "transformers:recurrent"
+    function = torch_path("recurrent_kimi_delta_attention", target)
+    capabilities = replace(read(function, target).capabilities(), grouped=False, shape_invariant=False)
+    return TorchFunction(function, target, capabilities=capabilities, contract="recurrent32", device="cpu")
