@@ -178,3 +178,53 @@ def bench(targets: tuple[str, ...], shapes: str, json_path: Path | None, summary
     from verikda.bench import bench_command
 
     return bench_command(targets, shapes, json_path, summary)
+
+
+@main.command()
+@click.argument("targets", nargs=-1)
+@click.option("--grid", default="quick", show_default=True, help="quick (minutes on one core) or full.")
+@click.option(
+    "--from", "sources", type=click.Path(path_type=Path), multiple=True, help="Render this file, run nothing."
+)
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."
+)
+@click.option("--html", type=click.Path(path_type=Path), help="Write one self-contained page to this file.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the tables to this Markdown file.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that share the cases."
+)
+@clear_errors
+def report(
+    targets: tuple[str, ...],
+    grid: str,
+    sources: tuple[Path, ...],
+    json_path: Path | None,
+    html: Path | None,
+    markdown: Path | None,
+    jobs: int,
+) -> int:
+    """Measure how precise TARGETS are, over a grid of gates, keys, lengths, chunk sizes and dtypes; render a page.
+
+    TARGETS are names that `verikda check` takes (`verikda` if left out). Exit status 0 if every case passed, 1 if
+    one failed, 2 if nothing could be told.
+    """
+    from verikda.report.command import report_command
+
+    return report_command(
+        targets, grid=grid, sources=sources, json_path=json_path, html=html, markdown=markdown, jobs=jobs
+    )
+
+
+@main.command()
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@click.option(
+    "--factor", type=float, default=1.5, show_default=True, callback=finite, help="Change of a number that counts."
+)
+@clear_errors
+def diff(before: Path, after: Path, factor: float) -> int:
+    """Compare two JSON Lines files of report, check or bench; exit status 1 if something got worse."""
+    from verikda.report.diff import diff_command
+
+    return diff_command(before, after, factor)

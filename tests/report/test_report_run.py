@@ -1,0 +1,187 @@
+"""The loop that measures, the files it writes, and files that are none.
+
+What could go wrong here: an interrupted run that loses its lines, lines that cannot be read back, half of a file read
+in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from report_lines import lines, write
+
+from verikda.cli import main
+from verikda.report import grid, run
+from verikda.report.grid import Grid
+from verikda.report.lines import number, read_lines
+
+ROOT = Path(__file__).parents[2]
+TINY = Grid("quick", 1, 4, 10, (0.5,), (16,), ("random",), (5, 20), 2, (("random", 1.0, "random", "random"),))
+
+
+def verikda(*words: object) -> Result:
+    result = CliRunner().invoke(main, [str(w) for w in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grid.GRIDS, "quick", TINY)
+    monkeypatch.setattr(run, "CLAIMS", ("recompute",))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_writes_every_point_and_renders_it(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    result = verikda(
+        "report", "emulator", "--json", path, "--html", tmp_path / "p.html", "--markdown", tmp_path / "p.md"
+    )
+    assert result.exit_code == 0, result.output
+    found = read_lines(path)
+    assert [x["kind"] for x in found[:2]] == ["report", "point"]
+    assert found[-1] == {"schema": 1, "kind": "end", "interrupted": False, "lines": len(found) - 2}
+    wanted = list(grid.points(TINY))
+    assert len([x for x in found if x["kind"] in ("point", "stages")]) == len(wanted)
+    assert {x["series"] for x in found if x["kind"] == "point"} == {p.series for p in wanted} - {"stages"}
+    assert all(x["verdict"] == "pass" for x in found if x["kind"] == "point")
+    assert found[0]["targets"] == ["emulator"]
+    again = verikda("report", "--from", path, "--html", tmp_path / "again.html")
+    assert again.exit_code == 0
+    assert (tmp_path / "again.html").read_text() == (tmp_path / "p.html").read_text()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_target_with_a_fault_ends_with_status_1(tmp_path: Path) -> None:
+    result = verikda("report", "zoo", "zoo:DV_OFF", "--json", tmp_path / "r.jsonl")
+    assert result.exit_code == 1
+    found = [x for x in read_lines(tmp_path / "r.jsonl") if x["kind"] == "point"]
+    assert {x["target"] for x in found if x["verdict"] == "fail"} == {"zoo:DV_OFF"}
+    assert {n for x in found for n, o in x["outputs"].items() if o["verdict"] == "fail"} == {"dv"}
+
+
+def test_points_are_shared_between_processes_and_none_is_lost() -> None:
+    todo = [p for p in grid.points(TINY) if p.series in ("regimes", "keys")]
+    one: list[Any] = []
+    two: list[Any] = []
+    assert run.measure_all(("emulator",), todo, 1, one.extend)
+    assert run.measure_all(("emulator",), todo, 2, two.extend)
+
+    def known(some: list[Any]) -> list[str]:
+        return sorted(json.dumps({k: x[k] for k in ("series", "case", "outputs")}) for x in some)
+
+    assert known(one) == known(two)
+
+
+def test_ctrl_c_keeps_every_finished_line(tmp_path: Path) -> None:
+    path, page = tmp_path / "r.jsonl", tmp_path / "p.html"
+    plain = {n: v for n, v in os.environ.items() if n not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verikda", "report", "emulator", "--json", str(path), "--html", str(page)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 100
+    while not (path.exists() and path.read_text().count("\n") >= 4):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err  # what was measured passed
+    assert "cut short" in out
+    assert "Traceback" not in err
+    found = read_lines(path)
+    assert found[-1]["kind"] == "end"
+    assert found[-1]["interrupted"] is True
+    assert [x["kind"] for x in found[1:-1]] == ["point"] * (len(found) - 2)
+    assert "cut short" in page.read_text()
+
+
+def test_a_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", lines())
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert read_lines(path) == lines()[:-1]
+    path.write_text(whole.rstrip("\n"))
+    assert read_lines(path) == lines()
+    path.write_text(whole[:100] + "\n" + whole)
+    with pytest.raises(ValueError, match=r"r\.jsonl, line 1: not JSON"):
+        read_lines(path)
+
+
+def test_numbers_that_json_lacks_come_back() -> None:
+    assert number("inf") == float("inf")
+    assert number(2) == 2.0
+    assert number(None) != number(None)
+
+
+BAD = {
+    "empty": ("", "holds no line"),
+    "array": ("[1]\n", "line 1: it holds a list"),
+    "schema": ('{"schema": 2, "kind": "point"}\n', "schema is 2, only 1"),
+    "kind": ('{"schema": 1}\n', "kind is None"),
+    "other": ('{"schema": 1, "kind": "case"}\n', "lines of kind case hold no measurement"),
+    "bytes": ("\udcff\n", "not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_none_gets_one_sentence(name: str, tmp_path: Path) -> None:
+    text, says = BAD[name]
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    result = verikda("report", "--from", path, "--html", tmp_path / "p.html")
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "p.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--from", "nothing.jsonl"), "nothing.jsonl: No such file"),
+        (("emulator", "--from", "r.jsonl"), "takes no TARGETS"),
+        (("--json", "new.jsonl", "--from", "r.jsonl"), "--from runs nothing"),
+        (("emulator", "--grid", "huge"), "no grid 'huge'; the grids are quick, full"),
+        (("nobody",), "target 'nobody' is not known"),
+    ],
+)
+def test_wishes_that_cannot_be_met_get_one_sentence(
+    words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "r.jsonl", lines())
+    result = verikda("report", *words)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.jsonl"]
+
+
+def test_a_page_without_its_libraries_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    path = write(tmp_path / "r.jsonl", lines())
+    result = verikda("report", "--from", path, "--html", tmp_path / "p.html")
+    assert result.exit_code == 2
+    assert "pip install 'verikda[report]'" in result.stderr
+    assert verikda("report", "--from", path).exit_code == 1, "the terminal's table needs neither"
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    modules = ("cli", "report.page", "report.charts", "report.command", "report.run")
+    code = f"import sys, {', '.join(f'verikda.{m}' for m in modules)}\n"
+    code += "print({'matplotlib', 'jinja2', 'torch', 'cupy'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100, check=True
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,100 @@
+"""What `verikda report` and `verikda diff` do, apart from reading the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kernels_cuda.sources import source_hash
+from verikda import show
+from verikda.environment import environment
+from verikda.record import Record, plain
+from verikda.report.grid import grid_called
+from verikda.report.lines import read_all
+from verikda.report.run import items, measure_all
+from verikda.targets import resolve
+
+PASS, FAIL, NOTHING = 0, 1, 2
+
+
+def report_command(
+    targets: Sequence[str],
+    *,
+    grid: str,
+    sources: Sequence[Path],
+    json_path: Path | None,
+    html: Path | None,
+    markdown: Path | None,
+    jobs: int = 1,
+) -> int:
+    """Measure, or read earlier lines, and render what was asked for; the exit status.
+
+    Raises
+    ------
+    ValueError
+        For targets together with files, an unknown grid, or files that are none.
+    TargetError
+        For a target that cannot be used.
+    """
+    if sources and targets:
+        raise ValueError("--from renders what earlier runs measured and takes no TARGETS; leave out one of the two")
+    if sources and json_path is not None:
+        raise ValueError("--json gets what a run measures, and --from runs nothing; leave out one of the two")
+    chosen = grid_called(grid)
+    if html is not None or markdown is not None:
+        _need_jinja()
+    out = show.console()
+    lines = read_all(sources) if sources else _measured(out, targets or ("verikda",), chosen, json_path, jobs)
+    from verikda.report.page import Page, terminal
+
+    page = Page.of(lines)
+    for path, render in ((html, page.html), (markdown, page.markdown)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(render(), encoding="utf-8")
+            out.print(f"wrote {path}", markup=False)
+    terminal(out, page)
+    verdicts = [line["verdict"] for line in lines if line["kind"] == "point"]
+    if "fail" in verdicts:
+        return FAIL
+    return PASS if "pass" in verdicts else NOTHING
+
+
+def _need_jinja() -> None:
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"a page needs jinja2 and matplotlib ({error}): pip install 'verikda[report]'") from None
+
+
+def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None, jobs: int) -> list[dict[str, Any]]:
+    """Run the grid; lines as they would be read back from the file."""
+    made = [resolve(name) for name in names]
+    todo = items(grid, any(name in ("verikda", "verikda:cuda") for name in names) and grid.name == "full")
+    lines: list[dict[str, Any]] = []
+    record = Record(json_path)
+
+    def keep(line: dict[str, Any]) -> None:
+        record.write(line)
+        lines.append(json.loads(json.dumps(plain(line))))  # as it would be read back
+
+    keep({
+        "kind": "report", "targets": list(names), "grid": grid.name, "kernels": source_hash(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"), "environment": environment(),
+    })  # fmt: skip
+    out.print(f"measuring {', '.join(t.name for t in made)}: grid {grid.name}, {len(todo)} items", markup=False)
+    with show.progress(out, len(todo), "report") as step:
+
+        def on_lines(some: list[dict[str, Any]]) -> None:
+            for line in some:
+                keep(line)
+            step(str(some[0].get("series") or some[0].get("claim") or some[0]["kind"]) if some else "")
+
+        whole = measure_all(names, todo, jobs, on_lines)
+    keep({"kind": "end", "interrupted": not whole, "lines": len(lines) - 1})
+    record.close()
+    return lines

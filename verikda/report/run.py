@@ -1,0 +1,127 @@
+"""Measuring a grid on targets: lines are handed on as they come, in this process or in several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from verikda.report.grid import Grid, Point, points
+from verikda.targets import resolve
+from verikda.targets.base import Target
+
+Item = Point | str
+"""A point of the grid, or the name of a claim."""
+CLAIMS = ("inverse", "exponentials", "anchors", "recompute")
+FLAG_SERIES = "flags"
+
+
+def items(grid: Grid, flags: bool) -> list[Item]:
+    """Everything that a report measures: points first, then the notes' claims.
+
+    Parameters
+    ----------
+    flags : whether the kernels are also built with other compiler flags, for a GPU.
+    """
+    todo = list(points(grid))
+    builds = [replace(p, series=FLAG_SERIES, keep=frozenset()) for p in todo if p.series == "regimes"] if flags else []
+    return [*todo, *builds, *CLAIMS]
+
+
+def measure_all(names: Sequence[str], todo: Sequence[Item], jobs: int, on_lines: Callable[[list[Any]], None]) -> bool:
+    """Measure every item and hand on its lines.
+
+    Parameters
+    ----------
+    names : of the targets.
+    todo : see `items`.
+    jobs : processes; 1 stays in this one.
+    on_lines : gets the lines of each item.
+
+    Returns
+    -------
+    bool
+        False when Ctrl-C ended it; the lines of finished items have been handed on.
+
+    Raises
+    ------
+    TargetError
+        When a name is no target that can be used here.
+    """
+    if jobs == 1:
+        try:
+            for item in todo:
+                on_lines(lines_of(tuple(names), item))
+        except KeyboardInterrupt:
+            return False
+        return True
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_deaf) as pool:
+        futures: list[Future[list[Any]]] = [pool.submit(lines_of, tuple(names), item) for item in todo]
+        try:
+            for future in as_completed(futures):
+                on_lines(future.result())
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            return False
+    return True
+
+
+def _deaf() -> None:
+    """Ctrl-C reaches every process of a terminal; the one that started the others ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@cache
+def _targets(names: tuple[str, ...]) -> tuple[Target, ...]:
+    return tuple(resolve(name) for name in names)
+
+
+@cache
+def _builds() -> tuple[Target, ...]:
+    from verikda.report.flags import flag_targets
+
+    return tuple(flag_targets())
+
+
+def lines_of(names: tuple[str, ...], item: Item) -> list[dict[str, Any]]:
+    """The lines of one item: a point on every target, or a claim.
+
+    Raises
+    ------
+    TargetError
+        When a name is no target that can be used here.
+    """
+    if isinstance(item, str):
+        return list(_claim(item))
+    from verikda.report.measure import measure
+    from verikda.report.stages import stage_line
+
+    if item.series == "stages":
+        return [stage_line(target, item) for target in _targets(names)]
+    return [measure(target, item) for target in (_builds() if item.series == FLAG_SERIES else _targets(names))]
+
+
+def _claim(name: str) -> Iterator[dict[str, Any]]:
+    if name == "inverse":
+        from verikda.report.inverse import inverse_lines
+
+        yield from inverse_lines()
+    elif name == "exponentials":
+        from verikda.report.exponentials import exponential_lines
+
+        yield from exponential_lines()
+    elif name == "anchors":
+        from verikda.report.anchors import anchor_lines
+
+        yield from anchor_lines()
+    else:
+        from verikda.report.memory import memory_lines
+
+        yield from memory_lines()
