@@ -20,7 +20,7 @@ from verikda.call import Capabilities
 from verikda.case import H0, LAYOUTS, Case
 from verikda.inputs import make_call
 from verikda.permits import permits
-from verikda.strategies import cases, describe, labels, length_class, stratified
+from verikda.strategies import cases, describe, labels, length_class, long_cases, stratified
 
 SMALL = Capabilities(
     dtypes=("bfloat16",), chunk_sizes=(64,), rules=("delta",), gates=(), layouts=("contiguous",), max_k=16, max_v=8,
@@ -213,6 +213,30 @@ def test_stratified_start_is_always_the_same_and_grows_by_appending() -> None:
     assert len(set(start)) == 60
     text = "\n".join(c.to_json() for c in start)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == START, "the start is another one: fine after a new option"
+
+
+def test_another_variant_is_another_start_and_as_complete() -> None:
+    first, second = stratified(n=100), stratified(n=100, variant=1)
+    assert not set(first) & set(second)
+    assert not {c.seed for c in first} & {c.seed for c in second}
+    pairs = [{(c.gate_regime, c.key_regime) for c in start} for start in (first, second)]
+    assert len(pairs[0] - pairs[1]) > 10
+    found = seen(second)
+    for name, want in EVERYTHING.items():
+        assert found[name] >= want, name
+
+
+def test_long_cases_have_every_tail_and_thousands_of_tokens() -> None:
+    tails, long = long_cases()
+    assert set(tails.lengths) >= set(range(65))
+    assert long.T > 2048
+    for case in (tails, long, *long_cases(variant=3)):
+        assert (case.dtype, case.h0, case.dht, case.gate_regime) == ("float32", "random", True, "slow")
+        assert case.HV * case.K * case.V <= 16
+    (only,) = long_cases(SMALL)
+    assert (only.T, only.rule, only.dtype, only.h0) == (2200, "delta", "bfloat16", "none")
+    few = long_cases(Capabilities(k_sizes=(128,), v_sizes=(128,)))
+    assert {(c.K, c.V) for c in few} == {(128, 128)}
 
 
 def test_stratified_start_finds_what_a_restricted_target_has() -> None:

@@ -72,6 +72,7 @@ def check_command(
     settings = Settings(
         cases=cases if cases is not None else chosen.cases,
         stratified=chosen.stratified,
+        long=chosen.long,
         turns=chosen.turns,
         seconds=seconds,
         seed=seed,
@@ -85,7 +86,7 @@ def check_command(
         "settings": {
             "checks": [c.name for c in settings.checks],
             "jobs": jobs,
-            **{k: getattr(settings, k) for k in ("cases", "stratified", "turns", "seconds", "limit", "seed")},
+            **{k: getattr(settings, k) for k in ("cases", "stratified", "long", "turns", "seconds", "limit", "seed")},
         },
         "environment": environment(),
     }

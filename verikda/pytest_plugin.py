@@ -104,6 +104,7 @@ def _summary(config: pytest.Config) -> Summary:
         settings = Settings(
             cases=profile.cases if cases is None else cases,
             stratified=profile.stratified,
+            long=profile.long,
             turns=profile.turns,
             seed=config.getoption("verikda_seed"),
         )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, Check
@@ -18,8 +19,11 @@ from verikda.floor import LIMIT
 from verikda.permits import permits
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
-from verikda.strategies import cases, labels, stratified
+from verikda.strategies import cases, labels, long_cases, stratified
 from verikda.targets.base import Target
+
+_BEFORE_LONG = 8
+"""Cases of the start that are tried before the long ones: whatever shows at all mostly shows in these."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,19 @@ class Settings:
     Attributes
     ----------
     cases : how many cases, corpus and stratified start included.
-    stratified : how many of them are the deterministic start in which every regime appears.
+    stratified : how many of them are the start in which every regime appears, the same for the same seed.
+    long : whether cases of thousands of tokens follow on the first few.
     turns : further checks per case beside those that cost no call.
     seconds : wall-clock limit, None for none; shrinking may run past it by `shrink_seconds` per finding.
     limit : largest ratio that passes.
     shrink_attempts, shrink_seconds : budget of shrinking one finding.
     part : (i, n) runs the i-th of n shares: every n-th case of the fixed start and an n-th of the budget.
-    seed : of Hypothesis; the same seed and versions give the same cases.
+    seed : of the start and of Hypothesis; the same seed and versions give the same cases.
     """
 
     cases: int = 100
     stratified: int = 60
+    long: bool = False
     turns: int = 2
     seconds: float | None = None
     limit: float = LIMIT
@@ -152,15 +158,25 @@ class Search:
                 if self._left() and permits(capabilities, case) is None:
                     self._try(case, everything=True)
             part, parts = self.settings.part
-            for case in stratified(capabilities, min(self.settings.stratified, self.settings.cases))[part::parts]:
-                if self._left():
-                    self._try(case)
+            for case in islice(self._start(), part, None, parts):
+                if not self._left():
+                    break
+                self._try(case)
             if self._left():
                 self._generate(self._left())
         except KeyboardInterrupt:
             self.summary.interrupted = True
         self.summary.seconds = time.perf_counter() - self._started
         return self.summary
+
+    def _start(self) -> Iterator[Case]:
+        """The fixed start: the stratified cases, and the long ones after the first few."""
+        settings, capabilities = self.settings, self.target.capabilities
+        start = stratified(capabilities, min(settings.stratified, settings.cases), variant=settings.seed)
+        yield from start[:_BEFORE_LONG]
+        if settings.long:
+            yield from long_cases(capabilities, variant=settings.seed)
+        yield from start[_BEFORE_LONG:]
 
     def _left(self) -> int:
         over = self.settings.seconds is not None and time.perf_counter() - self._started > self.settings.seconds

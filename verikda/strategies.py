@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +140,9 @@ def _overrides(known: dict[str, Any]) -> st.SearchStrategy[tuple[tuple[str, int,
     return st.one_of(st.just(()), st.just(()), st.just(()), some)
 
 
-def stratified(capabilities: Capabilities | None = None, n: int = 100, **options: Any) -> list[Case]:
+def stratified(
+    capabilities: Capabilities | None = None, n: int = 100, *, variant: int = 0, **options: Any
+) -> list[Case]:
     """`n` cases, always the same, in which every option of every knob comes up early and about equally often.
 
     Run them before a random search: with the default `n` every regime, dtype, flag and length class that the
@@ -149,6 +152,7 @@ def stratified(capabilities: Capabilities | None = None, n: int = 100, **options
     ----------
     capabilities : of the target; None is a complete implementation.
     n : how many.
+    variant : another number combines the options in another way, with other values.
     **options : limits and fixed knobs, as in `cases`.
     """
     limits = {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
@@ -160,7 +164,7 @@ def stratified(capabilities: Capabilities | None = None, n: int = 100, **options
         known: dict[str, Any] = {}
         for name in knobs.OPTIONS:
             if name == "seed" and name not in space.fixed:
-                known[name] = i
+                known[name] = (i + 1_000_003 * variant) % 2**32
                 continue
             values = space.options(name, known)
             if len(values) == 1:
@@ -170,12 +174,60 @@ def stratified(capabilities: Capabilities | None = None, n: int = 100, **options
             if name == "lengths" and name not in space.fixed:
                 named = knobs.length_classes(SimpleNamespace(**known), space.capabilities, space.limits)
                 classes = [(label, 0) for label in named]
-            key = counter.stream_key(i, name)
+            key = counter.stream_key(i + (variant << 32), name)
             best = min(range(len(values)), key=lambda j: (used.get((name, *classes[j]), 0), counter.mix(key + j)))
             used[name, *classes[best]] = used.get((name, *classes[best]), 0) + 1
             known[name] = values[best]
         out.append(Case(**known))
     return out
+
+
+_LIVELY: dict[str, Any] = {
+    "dtype": "float32",
+    "gate_regime": "slow",
+    "gate_magnitude": 1.0,
+    "key_regime": "random",
+    "query_regime": "random",
+    "beta_regime": "random",
+    "value_regime": "random",
+    "do_regime": "random",
+    "q_exponent": 0,
+    "v_exponent": 0,
+    "do_exponent": 0,
+    "h0": "random",
+    "dht": True,
+    "scale": None,
+    "heads": 1,
+    "groups": 1,
+    "K": [2, 3, 4],
+    "V": [2, 3, 4],
+}
+"""Knobs with which every token is heard in every output, however far away."""
+
+
+def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) -> list[Case]:
+    """Few small channels and thousands of tokens: what only shows there.
+
+    One pack of every length from 0 to 65, so every tail of every chunk and more sequences than a warp has lanes; one
+    sequence of 2,200 tokens, so that what restarts, drifts or wraps round by then is seen. A target that takes no packs
+    gets the second only. As far as the capabilities allow, nothing fades on the way: slow gates, states, float32.
+    """
+    c = capabilities or Capabilities()
+    shapes: list[dict[str, Any]] = [{"packed": False, "lengths": (2200,)}]
+    if c.packed:
+        lengths = tuple(range(0 if c.empty else 1, 66))
+        shapes.insert(0, {"packed": True, "lengths": lengths, "chunk_size": max(c.chunk_sizes)})
+    limits = Limits(max_tokens=4096)
+    made = []
+    for shape in shapes:
+        fixed = dict(shape)
+        for name, value in _LIVELY.items():
+            with suppress(ValueError):  # a wish that the capabilities do not grant
+                knobs.Space(c, limits, {**fixed, name: value})
+                fixed[name] = value
+        with suppress(ValueError):
+            made += stratified(c, 1, variant=variant, **vars(limits), **fixed)
+    return made
 
 
 def length_class(case: Case) -> str:

@@ -76,7 +76,10 @@ class Fault(Enum):
     MASK_L_INCLUSIVE = _I("mask", "L with M in place of M1")
     MASK_L_SKIPS_NEIGHBOUR = _I("mask", "L starts two tokens back", regime="neighbouring keys not orthogonal")
     MASK_AFTER_EXP = _I(
-        "mask", "exp of the whole square, then the mask: 0 * inf", ("fla #99", "fla #111"), "a chunk spans > 88 nats"
+        "mask",
+        "exp of the whole square, then the mask: 0 * inf",
+        ("fla #99", "fla #111", "fla #649"),
+        "a chunk spans > 88 nats",
     )
     MASK_AFTER_EXP_BACKWARD = _I(
         "mask", "backward: exp of the whole square, then the mask", ("transformers #48455",), "a chunk spans > 88 nats"
@@ -84,7 +87,10 @@ class Fault(Enum):
 
     # Anchors of the decay between two rows
     ANCHOR_CHUNK_START = _I(
-        "anchor", "exp(Gamma_i - Gamma_0) exp(Gamma_0 - Gamma_j)", ("TIRx-kernels #214",), "a chunk spans > 88 nats"
+        "anchor",
+        "exp(Gamma_i - Gamma_0) exp(Gamma_0 - Gamma_j)",
+        ("TIRx-kernels #214", "flash-linear-attention-npu #448", "flashinfer #5032", "attention-gym #394"),
+        "a chunk spans > 88 nats",
     )
     ANCHOR_MID = _I(
         "anchor",
@@ -127,7 +133,9 @@ class Fault(Enum):
     TAIL_GLAST_FROM_PADDING = _I(
         "tail", "gC read from row C-1, which holds no token", ("cuLA #38",), "T % C > 0 with gates"
     )
-    TAIL_ROWS_UNMASKED = _I("tail", "rows behind the last token repeat it", ("cuLA #16", "fla #792"), "T % C > 0")
+    TAIL_ROWS_UNMASKED = _I(
+        "tail", "rows behind the last token repeat it", ("cuLA #16", "fla #792", "transformers #46190"), "T % C > 0"
+    )
     TAIL_SKIPPED = _I("tail", "partial last chunk not computed when T > C", (), "T > C, T % C > 0")
     TAIL_SHORT_SEQUENCE = _I("tail", "T < C: output without h0", ("ATOM #1750",), "T < C with h0")
     TAIL_OF_17 = _I("tail", "tail of 17 rows: gC taken from row 15", ("flashinfer #4311",), "T % C = 17")
@@ -140,7 +148,7 @@ class Fault(Enum):
     PACK_STATE_LEAKS = _I(
         "pack",
         "a sequence starts from the last one's final state",
-        ("slime #1686", "transformers #46851"),
+        ("slime #1686", "transformers #46851", "vllm #51483"),
         "two sequences",
         kills=("floor", "packed_separate", "permute_batch"),
     )
@@ -217,7 +225,7 @@ class Fault(Enum):
     STATE_WINDOW_RESTARTS = _I(
         "state",
         "state restarts at every 512 tokens",
-        ("sparkinfer #1071",),
+        ("sparkinfer #1071", "vllm #52909"),
         "T > 512",
         kills=("floor", "split_aligned"),
     )
@@ -380,7 +388,7 @@ class Fault(Enum):
     READS_ROWS_BEHIND = _I(
         "memory",
         "rows behind the last offset enter with weight 1e-30",
-        ("cuLA #38",),
+        ("cuLA #38", "fla #673"),
         "tail padding",
         kills=("poison",),
     )
@@ -408,7 +416,11 @@ class Fault(Enum):
         ("repeat",),
     )
     SECOND_CALL = _I(
-        "determinism", "every second call: first output off by 1/8", ("fla #945",), "two calls", ("repeat",)
+        "determinism",
+        "every second call: first output off by 1/8",
+        ("fla #945", "flash-linear-attention-npu #236"),
+        "two calls",
+        ("repeat",),
     )
     DTYPE_CACHED = _I(
         "determinism",
@@ -443,7 +455,7 @@ class Fault(Enum):
     ZERO_GATE_DROPPED = _I(
         "late", "pairs with no decay between them are dropped", ("fla #104", "fla #389"), "gates that are 0"
     )
-    HARD_RESET_NAN = _I("late", "g = -inf: -inf - -inf", (), "a hard reset")
+    HARD_RESET_NAN = _I("late", "g = -inf: -inf - -inf", ("executorch #21439",), "a hard reset")
 
     @property
     def info(self) -> FaultInfo:

@@ -33,7 +33,8 @@ class ZooTarget(NumpyFunction):
             return chunk_kda(**arguments, storage=storage, fault=fault)
 
         # One (sequence, head, chunk) at a time, on arrays of its own: no sum there depends on another shape.
-        function.verikda_capabilities = {"shape_invariant": True}  # type: ignore[attr-defined]
+        # g may be None: the signature alone cannot tell.
+        function.verikda_capabilities = {"shape_invariant": True, "rules": ("kda", "delta")}  # type: ignore[attr-defined]
         super().__init__(function, f"zoo:{fault.name}", contract="storage16" if storage16 else "float32")
 
 

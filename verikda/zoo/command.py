@@ -1,0 +1,88 @@
+"""What `verikda zoo` does, apart from reading the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from verikda import show
+from verikda.environment import environment
+from verikda.record import Record
+from verikda.zoo import kills, matrix, report, rivals
+from verikda.zoo.specimens import HEALTHY, SPECIMENS, specimen
+
+PASS, FAIL = 0, 1
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """Names of the specimens asked for, all of them where none is.
+
+    Raises
+    ------
+    ValueError
+        For a name that the zoo does not have.
+    """
+    return [specimen(name).name for name in names] or list(SPECIMENS)
+
+
+def kill_matrix(names: Iterable[str], seeds: int, jobs: int, json_path: Path | None, markdown: Path | None) -> int:
+    """Hunt every fault with every seed that the record lacks; status 1 when one is missed or health raises an alarm."""
+    wanted = chosen(names)
+    lines = [] if json_path is None else matrix.read(json_path)
+    done = {(k.specimen, k.seed) for k in matrix.kills(lines)}
+    todo = [(n, seed) for seed in range(seeds) for n in (*wanted, HEALTHY.name) if (n, seed) not in done]
+    record = Record(json_path)
+    lines += opened(record, lines)
+    out = show.console()
+    out.print(f"{len(wanted)} faults and the healthy implementation, {seeds} seeds: {len(todo)} searches to run")
+    try:
+        with show.progress(out, len(todo), "zoo") as step:
+            for kill in kills.hunt_all(todo, jobs):
+                lines.append(kill.to_line())
+                record.write(lines[-1])
+                step(f"{kill.specimen} {kill.check or 'not seen'}")
+    except KeyboardInterrupt:
+        out.print("interrupted; the same command goes on from here" if json_path else "interrupted")
+    finally:
+        record.close()
+    results = [k for k in matrix.kills(lines) if k.specimen in (*wanted, HEALTHY.name) and k.seed < seeds]
+    report.kill_tables(out, results)
+    if markdown is not None:
+        report.write(markdown, lines)
+    t = matrix.totals(results)
+    return FAIL if t.alarms or t.killed < t.searches or not t.searches else PASS
+
+
+def comparison(names: Iterable[str], json_path: Path | None, markdown: Path | None) -> int:
+    """Judge the zoo as people do today, with what the record lacks."""
+    lines = [] if json_path is None else matrix.read(json_path)
+    record = Record(json_path)
+    lines += opened(record, lines)
+    out = show.console()
+    wanted = chosen(names)
+    known = {line["specimen"] for line in lines if line["kind"] == "rival"}
+    try:
+        with show.progress(out, len(wanted) + 1, "zoo") as step:
+            for line in rivals.compare(wanted, known):
+                lines.append(line)
+                record.write(line)
+                step(str(line["specimen"]))
+    except KeyboardInterrupt:
+        out.print("interrupted; the same command goes on from here" if json_path else "interrupted")
+    finally:
+        record.close()
+    report.rival_tables(out, lines)
+    if markdown is not None:
+        report.write(markdown, lines)
+    return PASS
+
+
+def opened(record: Record, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The line that opens a record, written unless there is one for these versions already."""
+    line = {"kind": "zoo", "budget": kills.budget(), "environment": environment()}
+    versions = line["environment"]["versions"]  # type: ignore[index]
+    if any(x["kind"] == "zoo" and x["environment"]["versions"] == versions for x in lines):
+        return []
+    record.write(line)
+    return [line]
