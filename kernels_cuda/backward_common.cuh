@@ -76,7 +76,7 @@ VK_DEVICE void load_gate(float (&x)[16], const Gate& gate, i64 at, int stride, i
     else load_column(x, static_cast<const T*>(gate.g) + from, stride, count);
 }
 
-// Local sums sc[r][d] = log2 decays summed from the first row of r's block of 16 to r, so that no exponent is a difference
+// Local sums sc[r][d] = log decays summed from the first row of r's block of 16 to r, so that no exponent is a difference
 // of large sums. Rows that do not exist and channels >= K add nothing. A barrier must follow.
 template <class T>
 VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& gate, int head, int rows, int k0, int K) {
@@ -87,7 +87,7 @@ VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& g
         const Gate given{nullptr, nullptr, nullptr, 0.f, gate_log, 0};
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            sum += log2_decay(given, x[i], 1.f, 0.f);
+            sum += log_decay<T>(given, x[i], 1.f, 0.f);
             column[i * ld] = sum;
         }
     } else {
@@ -98,7 +98,7 @@ VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& g
         for (int i = 0; i < 16; ++i) column[i * ld] = x[i];
 #pragma unroll 1
         for (int i = 0; i < 16; ++i) {  // a long body: its code must not be there sixteen times
-            if (i < count) sum += log2_decay(gate, column[i * ld], rate, bias);
+            if (i < count) sum += log_decay<T>(gate, column[i * ld], rate, bias);
             column[i * ld] = sum;
         }
     }

@@ -23,7 +23,8 @@
 
 namespace vk {
 
-constexpr float no_decay_left = -150.f;  // what a cut decay, strongest_decay, is below by more than any rounding
+// What a cut decay is below by more than any rounding.
+template <class T> inline constexpr float no_decay_left = 150.f / 152.f * strongest_log<T>;
 
 // Offsets of this chunk's first row: kept in shared memory, because registers are short.
 struct Start {
@@ -170,9 +171,9 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 const float* const total = sc + 15 * ldc + tid();
                 float below = 0.f, above = 0.f;
                 for (int b = 0; b < NB; ++b) {
-                    pass[b * 64 + tid()] = exp2_flush(total[16 * b * ldc]);
-                    before[b * 64 + tid()] = exp2_flush(below);
-                    after[(NB - 1 - b) * 64 + tid()] = exp2_flush(above);
+                    pass[b * 64 + tid()] = exp_decay_flush<T>(total[16 * b * ldc]);
+                    before[b * 64 + tid()] = exp_decay_flush<T>(below);
+                    after[(NB - 1 - b) * 64 + tid()] = exp_decay_flush<T>(above);
                     below += total[16 * b * ldc];
                     above += total[16 * (NB - 1 - b) * ldc];
                 }
@@ -205,7 +206,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 #pragma unroll
             for (int i = 0; i < vec<T>; ++i) {
                 y[i] = to_float(get<T>(x, i));
-                if constexpr (Gated) y[i] *= exp2_flush(sc[(r / 16 * 16 + 15) * ldc + d + i] - sc[r * ldc + d + i]);
+                if constexpr (Gated) y[i] *= exp_decay_flush<T>(sc[(r / 16 * 16 + 15) * ldc + d + i] - sc[r * ldc + d + i]);
             }
             op0.set_piece(r, d, y);
         }
@@ -224,7 +225,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 float(&to)[4] = e == 0 ? aQ[0][n] : aK[0][n];
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
-                    to[i + j] = fma(sum[0][0][n][i + j], Gated ? exp2_flush(sc[r * ldc + col + j]) : 1.f, to[i + j]);
+                    to[i + j] = fma(sum[0][0][n][i + j], Gated ? exp_decay_flush<T>(sc[r * ldc + col + j]) : 1.f, to[i + j]);
             });
         }
 
@@ -237,7 +238,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             float y[vec<T>], e[vec<T>];
 #pragma unroll
             for (int i = 0; i < vec<T>; ++i) {
-                e[i] = Gated ? exp2_flush(sc[r * ldc + d + i]) : 1.f;
+                e[i] = Gated ? exp_decay_flush<T>(sc[r * ldc + d + i]) : 1.f;
                 y[i] = scale * to_float(get<T>(x, i)) * e[i];
             }
             op0.set_piece(r, d, y);
@@ -264,7 +265,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             for (int j = 0; j < 2; ++j) {
                 float &dQ = aQ[0][n][i + j], &dK = aK[0][n][i + j], &right = aG[0][n][i + j];
                 float x = below[0][0][n][i + j];
-                if constexpr (Gated) x *= exp2_flush(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
+                if constexpr (Gated) x *= exp_decay_flush<T>(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
                 right += x;
                 const float left = b[i / 2] * dK, Qs = scale * Qc[j];
                 db[i / 2] = fma(dK, Kc[j], db[i / 2]);
@@ -317,7 +318,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 float y = acc[0][n][i + j];
-                if constexpr (Gated) y *= before[I0 * 64 + col + j] * exp2_flush(sc[r * ldc + col + j]);
+                if constexpr (Gated) y *= before[I0 * 64 + col + j] * exp_decay_flush<T>(sc[r * ldc + col + j]);
                 db[i / 2] = fma(y, Kc[j], db[i / 2]);
                 y *= b[i / 2];
                 aK[0][n][i + j] += y;
@@ -338,7 +339,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             for (int j = 0; j < 2; ++j) {
                 float y = acc[0][n][i + j], &dQ = aQ[0][n][i + j];
                 if constexpr (Gated) {
-                    y *= before[I0 * 64 + col + j] * exp2_flush(sc[r * ldc + col + j]);
+                    y *= before[I0 * 64 + col + j] * exp_decay_flush<T>(sc[r * ldc + col + j]);
                     aG[0][n][i + j] = fma(y, scale * Qc[j], aG[0][n][i + j]);
                 }
                 dQ = scale * (dQ + y);
@@ -379,7 +380,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             for (int j = 0; j < 2; ++j) {
                 float& y = acc[0][n][i + j];
                 if constexpr (Gated)
-                    y *= after[I0 * 64 + col + j] * exp2_flush(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
+                    y *= after[I0 * 64 + col + j] * exp_decay_flush<T>(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
                 aK[0][n][i + j] += y;
                 if constexpr (Gated) y *= Kc[j];
             }
@@ -425,7 +426,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                     const float decay = sc[r * ldc + col + j] - (r % 16 ? sc[(r - 1) * ldc + col + j] : 0.f);
                     const float sum = (aG[0][n][i + j] + total_g[I0 * 64 + col + j]) +
                                       (acc[0][n][i + j] + total_k[I0 * 64 + col + j]);
-                    aG[0][n][i + j] = decay > no_decay_left ? sum : 0.f;
+                    aG[0][n][i + j] = decay > no_decay_left<T> ? sum : 0.f;
                 }
             });
             if (dg_wide) store_fragment<float>(dg_wide + out, strideK, aG, rows, columns);

@@ -149,7 +149,7 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
                     for (int i = 0; i < vec<T>; ++i) sum[i] += sc[last * L::ldc + d + i];
                 const u128 y = ld128(x3 + r * ld + d);
 #pragma unroll
-                for (int i = 0; i < vec<T>; ++i) sum[i] = to_float(get<T>(y, i)) * exp2_flush(sum[i]);
+                for (int i = 0; i < vec<T>; ++i) sum[i] = to_float(get<T>(y, i)) * exp_decay_flush<T>(sum[i]);
                 st128(x3 + r * ld + d, pack<T>(sum));
             }
             sync();

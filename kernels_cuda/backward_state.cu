@@ -139,8 +139,11 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     for (int step = 0; step < count; ++step) {
         const int rows = rows_at(step);
         const T* const o = sO + step % 2 * L::slice;
-        float acc[1][width / 8][4];
+        // Float calls add the two parts of dU once: many small terms on top of a large sum would all round alike.
+        constexpr bool apart = !is_16bit<T>;
+        float acc[1][width / 8][4], near[1][width / 8][4];
         clear(acc);
+        clear(near);
 #pragma unroll
         for (int s = 0; s < NS; ++s) {
             const T* const tile = begin_stage(step, s);
@@ -153,10 +156,12 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
 #pragma unroll
                 for (int i = 0; i < C; i += 16)
                     if (i >= r0)
-                        warp_mma<T, 16, width, 16, TN>(acc, tile + L::tile + i * lda + r0, lda, o + i * ldv + c0, ldv);
+                        warp_mma<T, 16, width, 16, TN>(apart ? near : acc, tile + L::tile + i * lda + r0, lda,
+                                                       o + i * ldv + c0, ldv);
             }
             warp_mma<T, 16, width, KS>(acc, tile + r0 * ld, ld, sS + s * KS * ldv + c0, ldv);
         }
+        if constexpr (apart) add(acc, near, 1.f);
         if (mover < 0) store_acc<T>(sU + r0 * ldv + c0, ldv, acc);
 #pragma unroll
         for (int s = 0; s < NS; ++s) {
@@ -171,6 +176,8 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
             if constexpr (Gated) {
                 const float* const fall = sdecay + (tile - ring) / L::buffer * KS + s0;
                 for_each_acc(dS[s], [&](int row, int, float& x) { x *= fall[row]; });
+            }
+            if constexpr (Gated && !apart) {
                 warp_mma<T, L::rows, L::columns, C, TN>(dS[s], tile + s0, ld, o + e0, ldv);
             } else {
                 clear(change);

@@ -155,7 +155,7 @@ VK_DEVICE void diagonal_pairs(float (&di)[16], float (&le)[16], float (&ri)[16],
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         Qc[i] = scale * Qr.at(16 * I + i, d), Kb[i] = beta[i] * Kr.at(16 * I + i, d);
-        e[i] = i > 0 ? exp2_flush(s[i * ld] - s[(i - 1) * ld]) : 1.f;
+        e[i] = i > 0 ? exp_decay_flush<T>(s[i * ld] - s[(i - 1) * ld]) : 1.f;
         di[i] = le[i] = ri[i] = 0.f;
     }
 #pragma unroll

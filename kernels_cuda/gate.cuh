@@ -4,7 +4,8 @@
 //   bounded   g = lower_bound sigmoid(exp(A_log) (x + dt_bias))
 //   q, k <- x / sqrt(sum x^2 + 1e-6)    beta <- sigmoid(beta) or 2 sigmoid(beta)
 //
-// Decays are kept in units of log2, so that exp Gamma is one exp2.
+// 16-bit calls keep decays in units of log2, so that exp Gamma is one exp2. Float calls keep natural logs: a factor log2(e)
+// would round a decay of e^-50 by 50 ulp.
 #pragma once
 #include "vk.cuh"
 
@@ -16,7 +17,7 @@ enum BetaKind { beta_given = 0, beta_sigmoid = 1, beta_twice_sigmoid = 2 };
 constexpr float log2_e = 1.44269504f;
 constexpr float norm_eps = 1e-6f;
 
-// 2^-152 is 0 in float, subnormals included, so a decay cut here acts as any stronger one does, -inf (a hard reset)
+// strongest_decay is in units of log2. 2^-152 is 0 in float, subnormals included, so a decay cut here acts as any stronger one does, -inf (a hard reset)
 // among them, and differences of sums of decays stay finite.
 constexpr float strongest_decay = -152.f;
 
@@ -37,8 +38,11 @@ VK_DEVICE float sigmoid(float x) { return 1.f / (1.f + exp(-x)); }
 
 VK_DEVICE float gate_rate(const Gate& gate, int head) { return gate.A_log ? exp(gate.A_log[head]) : 1.f; }
 
-// log2 of the decay of one token and channel. `rate` = exp(A_log), `bias` = dt_bias.
-VK_DEVICE float log2_decay(const Gate& gate, float x, float rate, float bias) {
+template <class T> inline constexpr float log_unit = is_16bit<T> ? log2_e : 1.f;  // of one natural log
+template <class T> inline constexpr float strongest_log = strongest_decay / log2_e * log_unit<T>;
+
+// Log of the decay of one token and channel, in log_unit<T>. `rate` = exp(A_log), `bias` = dt_bias.
+template <class T> VK_DEVICE float log_decay(const Gate& gate, float x, float rate, float bias) {
     float g = x;
     if (gate.kind == gate_softplus) {
         const float z = x + bias;
@@ -46,9 +50,13 @@ VK_DEVICE float log2_decay(const Gate& gate, float x, float rate, float bias) {
     } else if (gate.kind == gate_bounded) {
         g = gate.lower_bound * sigmoid(rate * (x + bias));
     }
-    g *= log2_e;
-    return g < strongest_decay ? strongest_decay : g;  // NaN stays NaN
+    g *= log_unit<T>;
+    return g < strongest_log<T> ? strongest_log<T> : g;  // NaN stays NaN
 }
+
+// A decay from its log. The second may flush below 2^-126 to 0.
+template <class T> VK_DEVICE float exp_decay(float log) { return is_16bit<T> ? exp2(log) : exp(log); }
+template <class T> VK_DEVICE float exp_decay_flush(float log) { return is_16bit<T> ? exp2_flush(log) : exp(log); }
 
 VK_DEVICE float write_strength(float x, int kind) {
     if (kind == beta_given) return x;

@@ -18,19 +18,20 @@
 // only 4 %, but where few terms count and a large row of q meets channels that cancel, o was off by 5 times the noise floor,
 // because the error follows the terms of the sum and not the entry of Aqk that is stored.
 #pragma once
+#include "gate.cuh"
 #include "pair.cuh"
 #include "tile.cuh"
 
 namespace vk {
 
-// The decay over a run of rows. 16-bit: a product of factors. Float: exp2 of a sum, so that many rows cost one rounding of
+// The decay over a run of rows. 16-bit: a product of factors. Float: exp of a sum, so that many rows cost one rounding of
 // a small number instead of many roundings near 1.
 template <class T> struct Fall {
     float v = is_16bit<T> ? 1.f : 0.f;
-    // What `then` takes, from a decay in log2 units.
-    static VK_DEVICE float of(float log2_decay) { return is_16bit<T> ? exp2_flush(log2_decay) : log2_decay; }
+    // What `then` takes, from log_decay.
+    static VK_DEVICE float of(float log) { return is_16bit<T> ? exp_decay_flush<T>(log) : log; }
     VK_DEVICE void then(float d) { v = is_16bit<T> ? v * d : v + d; }
-    VK_DEVICE float value() const { return is_16bit<T> ? v : exp2(v); }
+    VK_DEVICE float value() const { return is_16bit<T> ? v : exp_decay<T>(v); }
 };
 
 // Eight numbers summed over the 32 lanes: lane l ends with the sum of number l / 4.

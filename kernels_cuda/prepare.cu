@@ -140,7 +140,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     for (int slice = 0; slice < K; slice += 64) {
         const int channel = slice + 2 * lane(), count = K - channel, live = count > 0 ? alive : 0;
         const i64 atQ = rowQ + first_row * strideQ + channel, atK = rowK + first_row * strideK + channel;
-        float* const total = totals + slice / 64 % 2 * groups * 64 + 2 * lane();  // log2 decay of row group i at total[64 i]
+        float* const total = totals + slice / 64 % 2 * groups * 64 + 2 * lane();  // log decay of row group i at total[64 i]
         RowGroup<T> x;
         {
             const T* const pq = q + atQ;
@@ -169,8 +169,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             float sum[2] = {0.f, 0.f};
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                x.fall[i][0] = i < live ? log2_decay(gate, raw[i].x, rate, bias[0]) : 0.f;
-                x.fall[i][1] = i < live && (Whole || count > 1) ? log2_decay(gate, raw[i].y, rate, bias[1]) : 0.f;
+                x.fall[i][0] = i < live ? log_decay<T>(gate, raw[i].x, rate, bias[0]) : 0.f;
+                x.fall[i][1] = i < live && (Whole || count > 1) ? log_decay<T>(gate, raw[i].y, rate, bias[1]) : 0.f;
                 sum[0] += x.fall[i][0];
                 sum[1] += x.fall[i][1];
             }
@@ -201,11 +201,12 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             for (int i = 0; i < groups; ++i)
                 if (i < group) before[0] += total[64 * i], before[1] += total[64 * i + 1];
             if (Gamma) {
+                constexpr float unit = log2_e / log_unit<T>;
                 float sum[2] = {before[0], before[1]};
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     sum[0] += x.fall[i][0], sum[1] += x.fall[i][1];
-                    store_pair<Whole>(Gamma + atK + i * strideK, pair32{sum[0], sum[1]}, i < live ? count : 0);
+                    store_pair<Whole>(Gamma + atK + i * strideK, pair32{sum[0] * unit, sum[1] * unit}, i < live ? count : 0);
                 }
             }
 #pragma unroll
@@ -232,9 +233,9 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             E* const sk = sq + (C - 16) * ld;
             E* const scolumns = sk + (C - 16) * ld;
             {
-                const float e0 = exp2(before[0]), e1 = exp2(before[1]);
-                const float start0 = half ? exp2(total[64 * (group - half)]) : 1.f;
-                const float start1 = half ? exp2(total[64 * (group - half) + 1]) : 1.f;
+                const float e0 = exp_decay<T>(before[0]), e1 = exp_decay<T>(before[1]);
+                const float start0 = half ? exp_decay<T>(total[64 * (group - half)]) : 1.f;
+                const float start1 = half ? exp_decay<T>(total[64 * (group - half) + 1]) : 1.f;
                 E* const row_q = sq + (first_row - 16) * ld + 2 * lane();
                 E* const row_k = sk + (first_row - 16) * ld + 2 * lane();
                 T* const to_W = W + atK;
@@ -265,14 +266,14 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     if (!half) after[j] = total[64 * (group + 1) + j];
 #pragma unroll
                     for (int d = 1; d < blocks; ++d) {
-                        gap[d][j] = exp2(after[j]);
+                        gap[d][j] = exp_decay<T>(after[j]);
                         if (block + d < blocks) after[j] += total[128 * (block + d) + j] + total[128 * (block + d) + 64 + j];
                     }
                 }
                 if (decay && group == 0)
                     for (int j = 0; j < min(count, 2); ++j)
-                        decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp2(total[j] + after[j]);
-                const float t0 = exp2(after[0]), t1 = exp2(after[1]);
+                        decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp_decay<T>(total[j] + after[j]);
+                const float t0 = exp_decay<T>(after[0]), t1 = exp_decay<T>(after[1]);
                 T* const to_K = Kg + atK;
                 Fall<T> f0, f1;
 #pragma unroll

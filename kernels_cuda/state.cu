@@ -44,6 +44,15 @@ VK_DEVICE void read_state(float (&w)[1][N / 8][4], float (&q)[1][N / 8][4], cons
     }
 }
 
+template <int MT, int NT_> VK_DEVICE void add(float (&x)[MT][NT_][4], const float (&y)[MT][NT_][4]) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < NT_; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[m][n][i] += y[m][n][i];
+}
+
 // W [tokens,HV,K], U [tokens,HV,V], Aqk [tokens,HV,C], decay [chunks,HV,K]; Kg, Qg [tokens,Hk,K], where value head i reads
 // head i / (HV / Hk) and O takes q_scale Qg S: without a gate and a norm they are k and q themselves. first_chunk [N+1].
 // h0, ht [N,HV,K,V], or [N,HV,V,K] with v_first. Out, each may be null: Vnew [tokens,HV,V], S [chunks,HV,K,V], ht;
@@ -185,10 +194,16 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
             if (s == 0) {
                 if (Vnew) store_tile<T, C, BV, Whole>(Vnew + atV, strideV, sV, ldv, rows, columns, tid(), threads);
                 if constexpr (Output) {
+                    // Float calls add the two parts once: many small terms on top of a large sum would all round alike.
+                    constexpr bool apart = !is_16bit<T>;
+                    float near[1][width / 8][4];
+                    clear(near);
                     // + 0: a product with a negative scale must not leave a -0 whose sign later rows could change
                     for_each_acc(read_q, [&](int, int, float& x) { x = x * q_scale + 0.f; });
                     for (int k = 0; k <= r0; k += 16)
-                        warp_mma<T, 16, width, 16>(read_q, tile + L::tile + r0 * lda + k, lda, sV + k * ldv + c0, ldv);
+                        warp_mma<T, 16, width, 16>(apart ? near : read_q, tile + L::tile + r0 * lda + k, lda,
+                                                   sV + k * ldv + c0, ldv);
+                    if constexpr (apart) add(read_q, near);
                     T* const out = sO + r0 * ldv + c0;
                     store_acc<T>(out, ldv, read_q);
                     syncwarp();
@@ -205,16 +220,11 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
                         for (int i = 0; i < 4; ++i) S[s][m][j][i] *= fall[s][m][i / 2];
             if constexpr (is_16bit<T>) {
                 warp_mma<T, KS / 4, 8 * NT_, C, TN>(S[s], tile + s0, ld, sV + e0, ldv);
-            } else {  // added once, not term by term: a large state would round every small term
+            } else {  // added once too
                 float gain[MT][NT_][4];
                 clear(gain);
                 warp_mma<T, KS / 4, 8 * NT_, C, TN>(gain, tile + s0, ld, sV + e0, ldv);
-#pragma unroll
-                for (int m = 0; m < MT; ++m)
-#pragma unroll
-                    for (int j = 0; j < NT_; ++j)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) S[s][m][j][i] += gain[m][j][i];
+                add(S[s], gain);
             }
             copy_state(s);
         }

@@ -80,7 +80,7 @@ def test_rounding_that_leaks_through_a_reset_is_seen(tmp_path: Path) -> None:
     g = p.g.copy()
     g[0, (20, 33)] = -np.inf
     call = replace(call, problem=replace(p, g=g))
-    fault = ("backward_intra.cu", "decay > no_decay_left ? sum : 0.f", "sum")
+    fault = ("backward_intra.cu", "decay > no_decay_left<T> ? sum : 0.f", "sum")
     out, _ = run_backward(planted(tmp_path, [fault]), call)
     assert (out["dg"][np.isneginf(g)] != 0).any()
 

@@ -278,9 +278,9 @@ def test_refusals() -> None:
 
 
 # Faults planted in the sources (file, right, wrong): seen by the floor or, where values stay right, by the prefix.
-LATER = "(s < 8 ? exp2(fall[7][0]) : 1.f)"  # in float calls, which keep sums of decays
+LATER = "(s < 8 ? exp(fall[7][0]) : 1.f)"  # in float calls, which keep sums of decays
 FAULTS: dict[str, list[tuple[str, str, str]]] = {
-    "a block between is forgotten": [("prepare.cu", "gap[d][j] = exp2(after[j])", "gap[d][j] = 1.f")],
+    "a block between is forgotten": [("prepare.cu", "gap[d][j] = exp_decay<T>(after[j])", "gap[d][j] = 1.f")],
     "inverse without its last sum": [("inverse.cuh", "for (int e = 0; e < d; ++e)", "for (int e = 0; e < 1; ++e)")],
     "decay of the state left out": [("state.cu", "*= fall[s][m][i / 2]", "*= 1.f")],
     "total of another channel": [("prepare.cu", "total[64 * group] = sum[0];", "total[64 * group] = sum[1];")],
