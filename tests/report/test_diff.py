@@ -23,6 +23,7 @@ RUN: Lines = [
 BENCH: Lines = [
     {"schema": 1, "kind": "bench", "device": "GPU of paper"},
     {"schema": 1, "kind": "timing", "target": "toy", "workload": {"B": 1, "T": 8}, "reason": "", "errors": {"o": 3e-3},
+     "floor_ratio": 1.1,
      "times": {"fwd": {"method": "graph", "median": 100.0, "low": 98.0, "high": 103.0}}},
 ]  # fmt: skip
 
@@ -72,6 +73,10 @@ def raise_check(some: Lines) -> None:
     some[1]["ratios"]["floor"]["o"] = 2.4
 
 
+def raise_floor_ratio(some: Lines) -> None:
+    some[1]["floor_ratio"] = 3.0
+
+
 def slower(some: Lines) -> None:
     some[1]["times"]["fwd"] |= {"median": 110.0, "low": 105.0, "high": 112.0}
 
@@ -88,6 +93,7 @@ PLANTED: dict[str, tuple[Lines, Callable[[Lines], None], str]] = {
     "intermediate": (lines(), lose_stage, "intermediate A error"),
     "check": (RUN, fail_check, "repeat verdict"),
     "ratio of a check": (RUN, raise_check, "floor, o ratio"),
+    "ratio of bench": (BENCH, raise_floor_ratio, "worst ratio"),
     "time": (BENCH, slower, "time of fwd"),
     "wrong, so not timed": (BENCH, wrong, "verdict"),
 }

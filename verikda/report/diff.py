@@ -85,11 +85,13 @@ def _of(x: Line, target: str) -> Iterator[tuple[Key, Measured]]:
     elif x["kind"] == "timing":
         where = json.dumps(x["workload"], sort_keys=True)
         yield (x["target"], "verdict", where), _verdict(_bench_verdict(str(x.get("reason") or "")))
+        yield from _numbers(x["target"], "worst", where, ratio=x.get("floor_ratio"))
         for name, e in x.get("errors", {}).items():
             yield from _numbers(x["target"], name, where, error=e)
         for mode, t in x.get("times", {}).items():
-            value = Measured("time", number(t["median"]), f"{t['median']:.4g} us", number(t["low"]), number(t["high"]))
-            yield (x["target"], f"time of {mode}", where), value
+            median = number(t["median"])
+            value = Measured("time", median, f"{median:.4g} us", number(t["low"]), number(t["high"]))
+            yield (x["target"], f"time of {mode}, {t['method']}", where), value
 
 
 def _case(data: Any) -> str:

@@ -19,9 +19,9 @@ def memory_lines() -> list[dict[str, Any]]:
     try:
         import torch
     except ImportError as error:
-        return [line | {"verdict": "not run", "detail": f"it runs through torch, which cannot be imported ({error})"}]
+        return [line | {"verdict": "not run", "detail": f"It runs through torch, which cannot be imported ({error})."}]
     if not torch.cuda.is_available():
-        return [line | {"verdict": "not run", "detail": "it needs a GPU"}]
+        return [line | {"verdict": "not run", "detail": "It needs a GPU."}]
     device = torch.cuda.get_device_name()
     rows = {name: _measure(torch, recompute) for name, recompute in (("recomputed", True), ("kept", False))}
     return [line | {"verdict": "measured", "detail": "", "device": device, "rows": rows}]
