@@ -1,8 +1,7 @@
-"""The bench: floors, who is timed and who is not, turns, reports. No GPU is needed; timing itself is run on one."""
+"""The bench: floors, workloads, who is called right. No GPU is needed; timing itself is run on one."""
 
 from __future__ import annotations
 
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,15 +12,20 @@ import pytest
 from click.testing import CliRunner
 
 from oracles.recurrence import forward_reverse
-from verikda import bench
-from verikda import bench_shapes as shapes
-from verikda.bench import Row, Timing, exit_status, markdown, objection
-from verikda.bench_shapes import Workload, least_bytes, relative_l2, workloads
+from verikda.bench import check
+from verikda.bench import workloads as shapes
+from verikda.bench.gpu import Device
+from verikda.bench.output import markdown
+from verikda.bench.peers import PEERS, Peer, TorchRunner, chosen, offsets
+from verikda.bench.rows import Row, Timing, compare, exit_status, objection
+from verikda.bench.workloads import PACK, Workload, least_bytes, least_flops, relative_l2, workloads
 from verikda.cli import main
-from verikda.record import Record
+from verikda.permits import permits
+from verikda.targets import resolve
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'")
 SMALL = Workload(2, 24, 3, "fast")
+H200 = Device("NVIDIA H200", 4.3e12, 7.9e14)
 
 
 def recurrence(
@@ -46,9 +50,30 @@ def delta(
     return recurrence(q, k, v, torch.zeros_like(q), beta, scale, initial_state, output_final_state)
 
 
-@pytest.fixture(scope="module")
-def wanted() -> dict[str, Any]:
-    return shapes.truth(shapes.slice_problem(shapes.draw(torch, SMALL, 0, "cpu"), shapes.sampled_heads(SMALL)))
+def fused(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any = None, initial_state: Any = None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log: Any = None, dt_bias: Any = None,
+    lower_bound: Any = None, use_beta_sigmoid_in_kernel=False,
+) -> tuple[Any, Any]:  # fmt: skip
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    if use_gate_in_kernel:
+        g = lower_bound * torch.sigmoid(A_log.exp()[:, None] * (g.float() + dt_bias.reshape(*g.shape[2:])))
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.float().sigmoid()
+    o, S = recurrence(q, k, v, g, beta, scale, initial_state, output_final_state)
+    return o.to(v.dtype), S
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shapes, "DEVICE", "cpu")
+    monkeypatch.setenv("VERIKDA_CACHE", str(tmp_path / "cache"))
+
+
+def truth_of(w: Workload) -> dict[str, Any]:
+    with ThreadPoolExecutor(1) as pool:
+        return check.together(w, [t.result() for t in check.ask_truth(pool, w, shapes.draw(torch, w, 0))])
 
 
 @pytest.mark.parametrize(
@@ -56,50 +81,75 @@ def wanted() -> dict[str, Any]:
     [
         (Workload(1, 8192, 32, "fast"), 94, 266),
         (Workload(8, 2048, 32, "slow"), 188, 532),
+        (Workload(1, 8192, 32, "fused"), 78, 219),
         (Workload(1, 8192, 32, "none"), 63, 172),
         (Workload(8, 2048, 32, "none"), 125, 344),
     ],
 )
 def test_floors_are_those_counted_by_hand(w: Workload, forward: int, both: int) -> None:
-    """Microseconds at 4.3 TB/s; per token and head 1540 and 2824 bytes of KDA, 1026 and 1796 of DeltaNet."""
-    n = w.B * w.T * w.H
-    per = (1540, 1540 + 2824) if w.rule == "kda" else (1026, 1026 + 1796)
-    assert (least_bytes(w, False), least_bytes(w, True)) == (n * per[0], n * per[1])
-    assert [round(1e6 * least_bytes(w, back) / 4.3e12) for back in (False, True)] == [forward, both]
+    """Microseconds at 4.3 TB/s, when the bytes decide."""
+    assert [round(1e6 * least_bytes(w, m) / 4.3e12) for m in ("forward", "forward+backward")] == [forward, both]
+    assert least_bytes(w, "forward") + least_bytes(w, "backward") == least_bytes(w, "forward+backward")
 
 
-@pytest.mark.parametrize("w", [Workload(1, 20, 2, "fast"), Workload(1, 20, 2, "none")])
-def test_the_fewest_bytes_are_those_of_the_tensors(w: Workload) -> None:
-    given = shapes.draw(torch, w, 0, "cpu")
+def test_operations_of_a_token_and_head() -> None:
+    """In thousands: chunks of 16 need fewer than chunks of 64."""
+    one = Workload(1, 1, 1, "fast")
+    kilo = [round(least_flops(one, m, c) / 1e3) for c in (16, 64) for m in ("forward", "backward")]
+    assert kilo == [115, 321, 167, 511]
+    assert H200.floor(4.3e6, 7.9e7) == pytest.approx(1.0)
+    assert H200.floor(4.3e6, 7.9e9) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("gates", ["fast", "fused", "none"])
+def test_the_fewest_bytes_are_those_of_the_tensors(gates: Any) -> None:
+    w = Workload(1, 20, 2, gates)
+    given = {n: x for n, x in shapes.draw(torch, w, 0).items() if n not in ("A_log", "dt_bias")}  # a few bytes
     size = {n: x.numel() * x.element_size() for n, x in given.items()}
     inputs = sum(size.values()) - size["do"]
-    assert least_bytes(w, False) == inputs + size["v"]
-    assert least_bytes(w, True) == (inputs + size["v"]) + (inputs + size["do"] + inputs)
+    assert least_bytes(w, "forward") == inputs + size["v"]
+    assert least_bytes(w, "backward") == inputs + size["do"] + inputs
 
 
 def test_inputs_leave_the_cache_and_every_peer_meets_every_set() -> None:
-    big = Workload(1, 8192, 32, "fast")
-    assert shapes.input_sets(big, 2) == 3
-    tiny = Workload(1, 256, 1, "fast")
-    assert shapes.input_sets(tiny, 2) * least_bytes(tiny, False) >= 2 * shapes.L2_BYTES
+    big, tiny = Workload(1, 8192, 32, "fast"), Workload(1, 256, 1, "fast")
+    assert [shapes.input_sets(big, peers) for peers in (1, 2, 3, 4)] == [2, 3, 2, 3]
+    assert shapes.input_sets(tiny, 2) * least_bytes(tiny, "forward") >= 2 * shapes.L2_BYTES
+    assert all(math.gcd(shapes.input_sets(tiny, peers), peers) == 1 for peers in (2, 3, 5, 6))
 
 
 def test_gates_are_as_fast_and_as_slow_as_said() -> None:
     for gates, mean, low in (("fast", -2.5, -5.0), ("slow", -0.02, -0.04)):
-        given = shapes.draw(torch, Workload(1, 64, 2, gates), 0, "cpu")
+        w = Workload(1, 64, 2, gates)  # type: ignore[arg-type]
+        given = shapes.draw(torch, w, 0)
         assert float(given["g"].detach().mean()) == pytest.approx(mean, rel=0.05)
         assert low <= given["g"].min().item() <= given["g"].max().item() < 0
         assert torch.linalg.norm(given["k"].detach().float(), dim=-1).sub(1).abs().max() < 0.01
-        again = shapes.draw(torch, Workload(1, 64, 2, gates), 0, "cpu")
+        again = shapes.draw(torch, w, 0)
         assert all(torch.equal(x, again[n]) for n, x in given.items())
-        assert not torch.equal(given["q"], shapes.draw(torch, Workload(1, 64, 2, gates), 1, "cpu")["q"])
+        assert not torch.equal(given["q"], shapes.draw(torch, w, 1)["q"])
 
 
-def test_some_heads_alone_have_the_truth_of_the_whole(wanted: dict[str, Any]) -> None:
-    every = [(b, h) for b in range(SMALL.B) for h in range(SMALL.H)]
-    whole = forward_reverse(shapes.slice_problem(shapes.draw(torch, SMALL, 0, "cpu"), every))
-    for n, x in wanted.items():
-        np.testing.assert_array_equal(x, whole[n][:, :, [0, -1]])
+@pytest.mark.parametrize("w", [SMALL, Workload(1, 24, 3, "fused"), Workload(1, 24, 3, "fast", (7, 17))])
+def test_some_heads_alone_have_the_truth_of_the_whole(w: Workload) -> None:
+    every = [(b, h) for b in range(w.B) for h in range(w.H)]
+    whole = forward_reverse(shapes.slice_problem(shapes.draw(torch, w, 0), every, w.lengths))
+    found = truth_of(w)
+    assert set(found) == set(whole) - {"ht"}
+    for n, x in found.items():
+        wanted = whole[n][[0, -1]] if n in ("dA_log", "ddt_bias") else whole[n][:, :, [0, -1]]
+        np.testing.assert_allclose(x, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_a_truth_is_kept_and_a_damaged_one_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = shapes.slice_problem(shapes.draw(torch, SMALL, 0), [(0, 0)])
+    first = check.kept_truth(problem)
+    (path,) = (tmp_path / "cache" / "truth").iterdir()
+    monkeypatch.setattr(shapes, "truth", lambda problem: pytest.fail("computed again"))
+    assert all(np.array_equal(x, first[n]) for n, x in check.kept_truth(problem).items())
+    path.write_bytes(b"not a file of arrays")
+    monkeypatch.setattr(shapes, "truth", lambda problem: {"o": np.ones(1)})
+    assert list(check.kept_truth(problem)) == ["o"]
 
 
 def test_relative_l2_never_passes_what_is_not_a_number() -> None:
@@ -112,25 +162,26 @@ def test_relative_l2_never_passes_what_is_not_a_number() -> None:
     assert relative_l2(np.ones(2), np.zeros(2)) == math.inf
 
 
-def checked(function: Any, w: Workload, wanted: dict[str, Any]) -> Row:
-    row = Row("toy", w)
-    bench.compare(row, bench.answers(torch, row, function, "cpu"), wanted)
+GREEN = "pass, worst 1.00 (o)"
+TOY = Peer("toy", dict.fromkeys(("fast", "slow", "fused", "none"), "test_bench:recurrence"), lambda torch, w: None)  # type: ignore[arg-type,return-value]
+
+
+def checked(function: Any, w: Workload, verdict: str = GREEN) -> Row:
+    row = Row("toy", w, floor_verdict=verdict)
+    compare(row, check.answers(torch, w, TOY, TorchRunner(torch, function, {})), truth_of(w), backward=True)
     return row
 
 
-def test_a_right_target_is_timed(wanted: dict[str, Any]) -> None:
-    row = checked(recurrence, SMALL, wanted)
+@pytest.mark.parametrize(
+    ("function", "w"),
+    [(recurrence, SMALL), (delta, Workload(1, 24, 2, "none")), (fused, Workload(1, 24, 2, "fused"))],
+)
+def test_a_right_target_is_timed(function: Any, w: Workload) -> None:
+    row = checked(function, w)
     assert row.reason == ""
-    assert set(row.errors) == {"o", "dq", "dk", "dv", "dg", "dbeta", "o without gradients"}
-    assert max(row.errors.values()) < 5e-3
-    assert row.floor_verdict.startswith("pass, worst")
-
-
-def test_a_right_delta_rule_is_timed() -> None:
-    w = Workload(1, 24, 2, "none")
-    truth = shapes.truth(shapes.slice_problem(shapes.draw(torch, w, 0, "cpu"), shapes.sampled_heads(w)))
-    row = checked(delta, w, truth)
-    assert (row.reason, "dg" in row.errors) == ("", False)
+    gate = {"fast": {"dg"}, "none": set(), "fused": {"dg", "dA_log", "ddt_bias"}}[w.gates]
+    assert set(row.errors) == {"o", "dq", "dk", "dv", "dbeta", "o without gradients"} | gate
+    assert max(row.errors.values()) < 1e-2
 
 
 def late(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
@@ -155,162 +206,102 @@ def poisoned(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("fault", "output"), [(late, "o"), (detached, "dg"), (only_training, "o without gradients"), (poisoned, "o inf")]
 )
-def test_a_wrong_target_is_not_timed_and_says_why(
-    fault: Any, output: str, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "floor_verdict", lambda *a: "pass, worst 1.00 (o)")
-    row = checked(fault, SMALL, wanted)
+def test_a_wrong_target_is_not_timed_and_says_why(fault: Any, output: str) -> None:
+    row = checked(fault, SMALL)
     assert row.reason.startswith("wrong: relative L2")
     assert output in row.reason
     assert exit_status([row]) == 1
-    assert row.reason in markdown([row], 4.3e12, "X")
+    assert row.reason in markdown([row], H200)
 
 
-def test_an_error_that_the_relative_l2_lets_pass_is_seen_by_the_floor() -> None:
-    def rough(
-        q: Any,
-        k: Any,
-        v: Any,
-        g: Any,
-        beta: Any,
-        scale: Any = None,
-        initial_state: Any = None,
-        output_final_state=False,
-    ) -> Any:
+def test_an_output_that_is_missing_is_wrong() -> None:
+    row = Row("toy", SMALL, floor_verdict=GREEN)
+    compare(row, {"o": np.ones(1), "o without gradients": np.ones(1)}, {"o": np.ones(1), "dq": np.ones(1)}, True)
+    assert row.reason.startswith("wrong: relative L2 against float64 of dq inf")
+    compare(row, {"o without gradients": np.ones(1)}, {"o": np.ones(1), "dq": np.ones(1)}, False)
+    assert row.reason == ""
+
+
+def test_an_error_that_the_relative_l2_lets_pass_is_seen_by_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("K", "V"):
+        monkeypatch.setattr(shapes, size, 16)  # as many runs of the emulator in less time
+
+    def rough(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
         """One row of 130 off by 0.2: a relative L2 of 0.2 / sqrt(130) = 0.0175."""
-        o, S = recurrence(q, k, v, g, beta, scale, initial_state, output_final_state)
+        o, S = recurrence(q, k, v, g, beta, **options)
         return torch.where(torch.arange(o.shape[1])[:, None, None] == 17, o * 1.2, o), S
 
-    call = bench.small_call("fast")
-    assert bench.floor_verdict(recurrence, "toy", call).startswith("pass")
-    assert bench.floor_verdict(rough, "toy", call).startswith("fail")
+    from verikda.targets.torch_function import TorchFunction
+
+    def verdict(function: Any) -> str:
+        target = TorchFunction(function, "toy", capabilities=resolve("test_bench:recurrence").capabilities)
+        with ThreadPoolExecutor(1) as pool:
+            return check.small_verdict(pool, target, "fast", False).result()[0]
+
+    def plain(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state=None, output_final_state=False) -> Any:
+        return recurrence(q, k, v, g, beta, None, initial_state, output_final_state)
+
+    def off(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state=None, output_final_state=False) -> Any:
+        return rough(q, k, v, g, beta, output_final_state=output_final_state)
+
+    check.small_call.cache_clear()
+    assert verdict(plain).startswith("pass")
+    assert verdict(off).startswith("fail")
+    check.small_call.cache_clear()
 
 
 def test_no_check_is_no_pass() -> None:
     good = {"o": 1e-3}
-    assert objection(good, "pass, worst 1.00 (o)") == ""
-    assert objection({}, "pass, worst 1.00 (o)") != ""
+    assert objection(good, GREEN) == ""
+    assert objection({}, GREEN) != ""
     assert objection(good, "") != ""
     assert objection(good, "inconclusive").startswith("not shown right")
-    assert objection({"o": math.nan}, "pass, worst 1.00 (o)") != ""
+    assert objection({"o": math.nan}, GREEN) != ""
     assert objection(good, "fail, worst 9.00 (o)").startswith("wrong")
 
 
-def test_a_peer_that_is_not_installed_says_so() -> None:
-    found = bench.functions_of("fla")
-    assert not isinstance(found, str) or "cannot be imported: ModuleNotFoundError" in found
-    assert set(bench.functions_of("verikda")) == {"kda", "delta"}
-    with pytest.raises(ValueError, match="bench knows no target 'nobody'; use verikda or fla"):
-        bench.functions_of("nobody")
+@pytest.mark.parametrize("gates", shapes.KINDS)
+def test_small_cases_are_those_of_the_workload(gates: Any) -> None:
+    case = check.small_case(gates)
+    assert permits(resolve("emulator").capabilities, case) is None
+    assert case.gate == {"fast": "log", "slow": "log", "fused": "bounded", "none": "none"}[gates]
+    safe = check.small_case(gates, safe_gate=True)
+    assert safe.safe_gate == (gates != "none")
 
 
-class FakeCuda:
-    """Events on a clock that runs advance, to see who runs when and what is counted."""
-
-    def __init__(self) -> None:
-        self.now, fake = 0.0, self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.at = fake.now
-
-            def elapsed_time(self, end: Any) -> float:
-                return float(end.at - self.at)
-
-        self.Event = Event
-
-    def synchronize(self) -> None:
-        pass
-
-
-def test_peers_take_turns_and_each_is_timed_alone() -> None:
-    class Fake:
-        cuda = FakeCuda()
-
-    calls: list[tuple[str, int]] = []
-
-    def run(name: str, milliseconds: float) -> Any:
-        def one(i: int) -> None:
-            calls.append((name, i))
-            Fake.cuda.now += milliseconds
-
-        return one
-
-    a, b = bench.sample(Fake, [run("a", 0.2), run("b", 0.7)], 5)
-    np.testing.assert_allclose(a, [200.0] * 5)
-    np.testing.assert_allclose(b, [700.0] * 5)
-    assert [name for name, _ in calls] == ["a", "b"] * (bench.WARM_UP + 5)
-    timed = [i for _, i in calls[2 * bench.WARM_UP :]]
-    assert timed == list(range(10))
-    assert {i % 3 for name, i in calls if name == "a"} == {0, 1, 2}
+def test_peers_say_what_they_do_not_take() -> None:
+    pack, fused_ = Workload(1, sum(PACK), 32, "fast", PACK), Workload(1, 8192, 32, "fused")
+    plain, none = Workload(1, 8192, 32, "fast"), Workload(1, 8192, 32, "none")
+    refused = {
+        (name, w.title + (" pack" if w.lengths else "")): peer.refuses(w)
+        for name, peer in PEERS.items()
+        for w in (pack, fused_, plain, none)
+        if peer.refuses(w)
+    }
+    assert set(refused) == {
+        ("fla:safe", "DeltaNet"),
+        ("cudnn", "DeltaNet"),
+        *(("jla", t) for t in ("KDA, fast gates pack", "KDA, all fused")),
+        *(("flashkda", t) for t in ("KDA, fast gates pack", "KDA, fast gates", "DeltaNet")),
+    }
+    assert all(text.startswith("not supported: ") for text in refused.values())
+    assert PEERS["cudnn"].modes(fused_) == ("forward",)
+    assert PEERS["cudnn"].modes(plain) == ("forward", "backward", "forward+backward")
+    with pytest.raises(ValueError, match="bench knows no target 'nobody'; use verikda, fla, fla:safe, cudnn, jla, fl"):
+        chosen(("nobody",))
+    assert [p.name for p in chosen(("jla", "verikda"))] == ["jla", "verikda"]
 
 
-def test_a_row_is_written_with_its_floor_and_spread(tmp_path: Path) -> None:
-    timing = bench.summarise([float(x) for x in range(100, 150)], "graph", 31.125, 7_000_000)
-    assert (timing.median, timing.low, timing.high) == (124.5, 105.0, 144.0)
-    assert timing.fraction == 0.25
-    row = Row("verikda", Workload(1, 8192, 32, "fast"), {"o": 3.3e-3}, "pass, worst 1.20 (o)", "", {"fwd": timing})
-    text = markdown([row], 4.3e12, "NVIDIA H200")
-    assert (
-        "| 1,8192,32 | KDA, fast gates | fwd | verikda | 124 (105 to 144) | 31 | 25% | 7 | graph |" in text.splitlines()
-    )
-    assert "| 1,8192,32 | KDA, fast gates | verikda | 3.3e-03 | pass, worst 1.20 (o) |" in text.splitlines()
-    record = Record(tmp_path / "b.jsonl")
-    bench.record_rows(record, [row, Row("fla", row.workload, reason="cannot be imported: x")], 4.3e12)
-    record.close()
-    first, second = (json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines())
-    assert (first["kind"], first["bandwidth"], len(first["kernels"])) == ("timing", 4.3e12, 16)
-    assert first["times"]["fwd"]["median"] == 124.5
-    assert (second["times"], second["reason"]) == ({}, "cannot be imported: x")
-
-
-def test_a_crash_while_timing_costs_one_workload_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    todo = workloads("quick")[:2]
-
-    class Fake:
-        class cuda:  # noqa: N801
-            @staticmethod
-            def empty_cache() -> None:
-                pass
-
-            @staticmethod
-            def get_device_name() -> str:
-                return "NVIDIA H200"
-
-    def time_rows(torch: Any, rows: Any, known: Any, bandwidth: float) -> None:
-        if rows[0].workload == todo[0]:
-            raise RuntimeError("illegal memory access\nmore")
-        rows[0].times["fwd"] = Timing("graph", 4.0, 4.0, 4.0, 1.0, 0)
-
-    monkeypatch.setattr(bench, "cuda_torch", lambda: Fake)
-    monkeypatch.setattr(bench, "copy_bandwidth", lambda torch: 4.3e12)
-    monkeypatch.setattr(bench, "answers", lambda torch, row, function: {})
-    monkeypatch.setattr(bench, "compare", lambda row, found, wanted: None)
-    monkeypatch.setattr(bench, "time_rows", time_rows)
-    monkeypatch.setattr(shapes, "workloads", lambda name: todo)
-    monkeypatch.setattr(shapes, "draw", lambda torch, w, seed: {})
-    monkeypatch.setattr(shapes, "slice_problem", lambda given, where: None)
-    monkeypatch.setattr(shapes, "truth", lambda problem: {})
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
-    files = ["--json", str(tmp_path / "b.jsonl"), "--summary", str(tmp_path / "out" / "b.md")]
-    result = CliRunner().invoke(main, ["bench", "verikda", *files])
-    assert result.exit_code == 1
-    lines = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
-    assert [x["kind"] for x in lines] == ["bench", "timing", "timing"]
-    assert lines[1]["reason"] == "crashed while it was timed: RuntimeError: illegal memory access"
-    assert lines[2]["times"]["fwd"]["median"] == 4.0
-    text = (tmp_path / "out" / "b.md").read_text()
-    assert "| fwd | verikda | 4 (4 to 4) | 1 | 25% |" in text
-    assert "not timed: crashed while" in text
+def test_offsets_of_a_pack_are_given_once() -> None:
+    given = offsets(torch, Workload(1, 24, 1, "fast", (7, 17)), host_too=True)
+    assert given["cu_seqlens"].tolist() == given["cu_seqlens_cpu"].tolist() == [0, 7, 24]
+    assert offsets(torch, SMALL, host_too=True) == {}
 
 
 def test_exit_status_tells_timed_wrong_and_nothing_apart() -> None:
     w = Workload(1, 8192, 32, "fast")
-    timed = Row("verikda", w, times={"fwd": Timing("graph", 1.0, 1.0, 1.0, 1.0, 0)})
-    missing = Row("fla", w, reason="cannot be imported: x")
+    timed = Row("verikda", w, times={"forward": Timing("graph", (1.0,), 1.0, 1.0)})
+    missing = Row("fla", w, reason="not here: x")
     assert exit_status([timed, missing]) == 0
     assert exit_status([missing]) == 2
     assert exit_status([]) == 2
@@ -318,11 +309,12 @@ def test_exit_status_tells_timed_wrong_and_nothing_apart() -> None:
 
 
 def test_shapes_have_names() -> None:
-    quick, full = workloads("quick"), workloads("full")
-    assert len(quick) == 6
+    quick, full = workloads(["quick"]), workloads(["full"])
+    assert len(quick) == 7
     assert set(quick) < set(full)
-    with pytest.raises(ValueError, match="shapes is 'huge'; use quick or full"):
-        workloads("huge")
+    assert {(w.B, w.T, w.H) for w in full} >= {(1, 8192, 96), (2, 4096, 32), (1, 32768, 32), (1, 8192, 8)}
+    assert [w.lengths for w in workloads(["pack"], ["slow"])] == [PACK]
+    assert workloads(["1,64,2", "1,64,2"], ["fast", "none"]) == (Workload(1, 64, 2, "fast"), Workload(1, 64, 2, "none"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -333,7 +325,11 @@ def test_without_a_gpu_one_sentence_and_status_2() -> None:
     assert "needs a CUDA GPU" in result.output
 
 
-@pytest.mark.parametrize("arguments", [["nobody"], ["--shapes", "huge"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["nobody"], ["--shapes", "huge"], ["--shapes", "1,0,3"], ["--modes", "sideways"], ["--kinds", "free"],
+     ["--shapes", "quick", "--kinds", ""]],
+)  # fmt: skip
 def test_unusable_arguments_are_said_before_anything_runs(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, ["bench", *arguments])
     assert result.exit_code == 2

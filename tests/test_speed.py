@@ -7,41 +7,19 @@ that judges nothing.
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import cycle
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from verikda.case import Case
-from verikda.checks import named
+from verikda.bench import cpu
+from verikda.bench.cpu import CASES, FLOOR
+from verikda.cli import main
 from verikda.run_case import CaseReport, run_case
 from verikda.targets.emulator import Emulator
-
-FLOOR = named(("floor",))
-SIZES: dict[str, Any] = {"K": 16, "V": 16, "heads": 4}
-
-
-def case(T: int, dtype: str, **knobs: Any) -> Case:
-    return Case(lengths=(T,), dtype=dtype, seed=T, **SIZES, **knobs)
-
-
-SOFTPLUS: dict[str, Any] = {"gate_in_kernel": True, "A_log": True, "dt_bias": True}
-
-CASES = (
-    case(80, "float16"),
-    case(80, "bfloat16", gate_regime="spike", h0="random", dht=True),
-    case(80, "float32", gate_regime="bound", gate_magnitude=5.0),
-    case(64, "bfloat16", rule="delta", key_regime="collinear"),
-    case(64, "float32", key_regime="sparse_int", value_regime="ints", chunk_size=16),
-    case(65, "float16", gate_regime="model", qk_l2norm=True, **SOFTPLUS),
-    case(33, "bfloat16", gate_in_kernel=True, lower_bound=-5.0, safe_gate=True, beta_sigmoid=True),
-    case(48, "float32", beta_regime="near_one", gate_regime="tiny_steps", chunk_size=32),
-    case(17, "float16", gate_regime="mixed", h0="large", dht=True, state_v_first=True),
-    case(79, "bfloat16", query_regime="keys", do_regime="last_token_only", chunk_size=32),
-    Case(lengths=(15, 0, 33, 16), packed=True, dtype="bfloat16", h0="random", dht=True, tail_padding=3, **SIZES),
-    Case(lengths=(63, 17), packed=True, dtype="float32", gate_regime="slow", key_regime="orthogonal", **SIZES),
-)
 
 
 def test_the_list_is_what_it_says() -> None:
@@ -69,3 +47,17 @@ def test_cases_per_second(benchmark: Any) -> None:
         assert set(floor.ratios) >= {"o", "ht", "dq", "dk", "dv", "dbeta"}, "forward and backward are judged"
     if benchmark.stats is not None:  # None with --benchmark-disable
         benchmark.extra_info["cases_per_second"] = round(1 / benchmark.stats.stats.mean, 2)
+
+
+def test_the_command_prints_and_writes_what_it_timed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    works = {name: (lambda name=name: done.append(name), units) for name, (_, units) in cpu.works().items()}
+    monkeypatch.setattr(cpu, "works", lambda: works)
+    result = CliRunner().invoke(main, ["bench", "--cpu", "--json", str(tmp_path / "cpu.jsonl")])
+    assert result.exit_code == 0
+    assert all(name in result.output for name in works)
+    assert done == [name for name in works for _ in range(3)]
+    first, *lines = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
+    assert (first["kind"], first["device"]) == ("bench", "cpu")
+    assert [x["workload"]["cpu"] for x in lines] == list(works)
+    assert all(x["times"]["each"]["low"] <= x["times"]["each"]["median"] <= x["times"]["each"]["high"] for x in lines)

@@ -167,17 +167,28 @@ def doctor() -> int:
 
 @main.command()
 @click.argument("targets", nargs=-1)
-@click.option("--shapes", default="quick", show_default=True, help="quick or full.")
+@click.option(
+    "--shapes", multiple=True, default=("quick",), show_default=True, help="quick, full, pack, or B,T,H; repeatable."
+)
+@click.option("--kinds", multiple=True, help="fast, slow, fused (KDA) or none (DeltaNet); repeatable, all if left out.")
+@click.option("--modes", multiple=True, help="forward, backward or forward+backward; repeatable, all if left out.")
+@click.option("--also-wrong", is_flag=True, help="Time a target too whose errors are too large, and mark it.")
+@click.option("--cpu", is_flag=True, help="Time the verifier on this CPU instead: oracle, emulator, judged cases.")
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."
 )
+@click.option("--benchmark-json", type=click.Path(path_type=Path), help="Write a file for `pytest-benchmark compare`.")
 @click.option("--summary", type=click.Path(path_type=Path), help="Write the tables to this Markdown file.")
 @clear_errors
-def bench(targets: tuple[str, ...], shapes: str, json_path: Path | None, summary: Path | None) -> int:
-    """Time TARGETS (`verikda`, `fla`; both if left out) on a GPU, after checking each against float64."""
-    from verikda.bench import bench_command
+def bench(targets: tuple[str, ...], cpu: bool, json_path: Path | None, **options: Any) -> int:
+    """Time TARGETS (verikda, fla, fla:safe, cudnn, jla, flashkda; all if left out) on a GPU, after checking each."""
+    if cpu:
+        from verikda.bench.cpu import cpu_command
 
-    return bench_command(targets, shapes, json_path, summary)
+        return cpu_command(json_path)
+    from verikda.bench.command import bench_command
+
+    return bench_command(targets, json_path=json_path, **options)
 
 
 @main.command()

@@ -10,8 +10,8 @@ import numpy as np
 
 from oracles.problem import Problem
 from oracles.recurrence import forward_reverse
-from verikda import bench_shapes as shapes
 from verikda.bench import REL_LIMIT
+from verikda.bench import workloads as shapes
 from verikda.case import DTYPES, Case
 from verikda.inputs import make_call
 

@@ -1,0 +1,282 @@
+"""A whole bench on the CPU: turns, graphs, records and files, on a clock that the calls advance."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'")
+
+import torch
+from test_bench import H200, delta, fused, late, recurrence
+
+from verikda.bench import command, gpu, peers, run
+from verikda.bench import workloads as shapes
+from verikda.bench.gpu import HOST_REPEATS, QUEUE, REPEATS, WARM_UP, Run, sample
+from verikda.bench.output import markdown, write_pytest_benchmark
+from verikda.bench.peers import Peer, TorchRunner
+from verikda.bench.rows import Row, Timing
+from verikda.bench.workloads import Workload
+from verikda.cli import main
+
+FUNCTIONS = {"fast": recurrence, "slow": recurrence, "fused": fused, "none": delta}
+
+
+class FakeCuda:
+    """What the bench asks of torch.cuda: events on a clock that calls advance, and graphs that replay nothing."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now, fake = 0.0, self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                fake.now += tick
+                self.at = fake.now
+
+            def elapsed_time(self, end: Any) -> float:
+                return float(end.at - self.at)
+
+        class CUDAGraph:
+            def replay(self) -> None:
+                fake.now += 0.25
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                pass
+
+        self.Event, self.CUDAGraph, self.Stream, self.captures = Event, CUDAGraph, Stream, True
+        self.stream = lambda stream: contextlib.nullcontext()
+
+    def current_stream(self) -> Any:
+        return self.Stream()
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any) -> Any:
+        if not self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
+    def reset_peak_memory_stats(self) -> None: ...
+    def memory_allocated(self) -> int:
+        return 10
+
+    def max_memory_allocated(self) -> int:
+        return 7_000_010
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Torch with that torch.cuda, small channels, one thread instead of processes."""
+    monkeypatch.setattr(shapes, "DEVICE", "cpu")
+    monkeypatch.setattr(shapes, "L2_BYTES", 1)
+    monkeypatch.setattr(shapes, "K", 8)
+    monkeypatch.setattr(shapes, "V", 8)
+    monkeypatch.setenv("VERIKDA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run, "pool_of", lambda jobs: ThreadPoolExecutor(1))
+    monkeypatch.setattr(run, "measure_device", lambda torch: H200)
+    made = types.SimpleNamespace(
+        cuda=FakeCuda(tick=0.5),
+        **{n: getattr(torch, n) for n in ("Generator", "randn", "bfloat16", "float32", "nn", "no_grad")},
+    )
+    made.autograd, made.tensor = torch.autograd, torch.tensor
+    monkeypatch.setattr(command, "cuda_torch", lambda: made)
+    run.small_verdict.__globals__["small_call"].cache_clear()
+    yield made
+    run.small_verdict.__globals__["small_call"].cache_clear()
+
+
+def peer(name: str, change: Any = None, **more: Any) -> Peer:
+    judged = {"fast": "test_bench:recurrence", "fused": "test_bench:fused", "none": "test_bench:delta"}
+
+    def make(torch: Any, w: Workload) -> TorchRunner:
+        return TorchRunner(torch, change or FUNCTIONS[w.gates], {})
+
+    return Peer(name, judged, make, **more)  # type: ignore[arg-type]
+
+
+def bench(arguments: list[str], monkeypatch: pytest.MonkeyPatch, *given: Peer) -> Any:
+    monkeypatch.setattr(peers, "PEERS", {p.name: p for p in given})
+    return CliRunner().invoke(main, ["bench", *arguments])
+
+
+def test_peers_take_turns_and_each_is_timed_alone() -> None:
+    class Fake:
+        cuda = FakeCuda()
+
+    calls: list[tuple[str, int]] = []
+
+    def one(name: str, milliseconds: float) -> Any:
+        def call(i: int) -> None:
+            calls.append((name, i))
+            Fake.cuda.now += milliseconds
+
+        return call
+
+    a, b = sample(Fake, [Run(one("a", 0.2)), Run(one("b", 0.7))], 5)
+    np.testing.assert_allclose(a, [200.0] * 5)
+    np.testing.assert_allclose(b, [700.0] * 5)
+    assert [name for name, _ in calls] == ["a", "b"] * (WARM_UP + 5)
+    assert [i for _, i in calls] == list(range(2 * (WARM_UP + 5)))
+    assert {i % 3 for name, i in calls if name == "a"} == {0, 1, 2}
+
+
+def test_calls_on_other_streams_are_queued_and_timed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        cuda = FakeCuda()
+
+    clock, calls, waits = [0.0], [], []
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: clock[0])
+
+    def call(i: int) -> None:
+        calls.append(i)
+        clock[0] += 2e-6
+
+    def wait() -> None:
+        waits.append(len(calls))
+        clock[0] += 2e-6
+
+    (times,) = sample(Fake, [Run(call, wait)], 3)
+    np.testing.assert_allclose(times, [(2 * QUEUE + 2) / QUEUE] * 3)
+    assert len(calls) == WARM_UP + 3 * QUEUE
+    assert waits == [WARM_UP, *(WARM_UP + QUEUE * (i + 1) for i in range(3))]
+    assert gpu.host_times(Fake, Run(call, wait)) == pytest.approx([4.0] * HOST_REPEATS)
+
+
+def test_every_kind_and_mode_is_checked_timed_and_written(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "out" / name for name in ("b.jsonl", "b.md", "b.json")]
+    options = ["--json", str(files[0]), "--summary", str(files[1]), "--benchmark-json", str(files[2])]
+    kinds = ["--kinds", "fast", "--kinds", "fused", "--kinds", "none"]
+    shape = ["--shapes", "1,24,2", *kinds]
+    given = (peer("a"), peer("b", forward_only=("fused",)))
+    result = bench([*shape, *options], monkeypatch, *given)
+    assert result.exit_code == 0, result.output
+    first, *rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert (first["kind"], first["device"], first["bandwidth"]) == ("bench", "NVIDIA H200", 4.3e12)
+    assert [(r["target"], r["workload"]["gates"]) for r in rows] == [
+        (t, g) for g in ("fast", "fused", "none") for t in ("a", "b")
+    ]
+    for r in rows:
+        only = r["target"] == "b" and r["workload"]["gates"] == "fused"
+        assert list(r["times"]) == (["forward"] if only else ["forward", "backward", "forward+backward"])
+        assert ("dq" in r["errors"]) != only
+        assert (r["reason"], r["floor_verdict"][:4]) == ("", "pass")
+        for t in r["times"].values():
+            assert (t["method"], t["median"], t["events"], t["peak"]) == ("graph", 750.0, 500.0, 7_000_000)
+            assert t["wall"] > 0
+            assert t["floor"] > 0
+    text = files[1].read_text()
+    assert text.count("| 750 (750 to 750) |") == 3 * 3 * 2 - 2
+    stored = json.loads(files[2].read_text())
+    assert len(stored["benchmarks"]) == 3 * 3 * 2 - 2
+    one = stored["benchmarks"][0]
+    assert (one["name"], one["stats"]["median"], one["stats"]["rounds"]) == (
+        "a[KDA, fast gates 1,24,2 forward]",
+        750e-6,
+        REPEATS,
+    )
+    earlier = files[2].with_name("earlier.json")
+    earlier.write_text(files[2].read_text())
+    shown = subprocess.run(
+        [sys.executable, "-m", "pytest_benchmark", "compare", str(earlier), str(files[2])],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "a[KDA, fast gates 1,24,2 forward]" in shown.stdout
+
+
+def test_what_cannot_be_captured_is_timed_by_events(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake.cuda.captures = False
+    path = tmp_path / "b.jsonl"
+    options = ["--shapes", "1,24,2", "--kinds", "fast", "--modes", "backward", "--json", str(path)]
+    assert bench(options, monkeypatch, peer("a")).exit_code == 0
+    (row,) = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    assert list(row["times"]) == ["backward"]
+    found = row["times"]["backward"]
+    assert (found["method"], found["median"]) == ("events (RuntimeError under capture)", 500.0)
+
+
+def test_what_is_wrong_refuses_crashes_or_is_not_here(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def crash(**given: Any) -> Any:
+        raise RuntimeError("illegal memory access\nmore")
+
+    def absent(torch: Any, w: Workload) -> Any:
+        raise ImportError("no module named nowhere")
+
+    missing = Peer("missing", {"fast": "test_bench:recurrence"}, absent)
+    delta_only = Peer("delta", {"none": "test_bench:delta"}, absent)
+    given = (peer("late", late), peer("crash", crash), missing, delta_only, peer("right"))
+    path = tmp_path / "b.jsonl"
+    options = ["--shapes", "1,24,2", "--kinds", "fast", "--modes", "forward", "--json", str(path)]
+    result = bench(options, monkeypatch, *given)
+    assert result.exit_code == 1
+    rows = {r["target"]: r for r in map(json.loads, path.read_text().splitlines()) if r["kind"] == "timing"}
+    assert rows["late"]["reason"].startswith("wrong: relative L2 against float64 of o without gradients 0.0")
+    assert rows["crash"]["reason"] == "crashed: RuntimeError: illegal memory access"
+    assert rows["missing"]["reason"] == "not here: no module named nowhere"
+    assert rows["delta"]["reason"] == "not supported: KDA, fast gates"
+    assert [t for t, r in rows.items() if r["times"]] == ["right"]
+    assert "- crash, KDA, fast gates 1,24,2: crashed: RuntimeError" in result.output
+    path.unlink()
+    assert bench([*options, "--also-wrong"], monkeypatch, *given).exit_code == 1
+    rows = {r["target"]: r for r in map(json.loads, path.read_text().splitlines()) if r["kind"] == "timing"}
+    assert [t for t, r in rows.items() if r["times"]] == ["late", "right"]
+    assert rows["late"]["reason"].startswith("wrong: relative L2")
+
+
+def test_a_crash_while_timing_costs_that_target_only(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Full(TorchRunner):
+        def backward(self, x: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+    full = Peer("full", {"fast": "test_bench:recurrence"}, lambda torch, w: Full(torch, recurrence, {}))
+    path = tmp_path / "b.jsonl"
+    result = bench(["--shapes", "1,24,2", "--kinds", "fast", "--json", str(path)], monkeypatch, full, peer("a"))
+    assert result.exit_code == 1
+    first, second = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    assert (list(first["times"]), list(second["times"])) == (["forward"], list(shapes.MODES))
+    assert first["reason"] == "crashed while backward was timed: RuntimeError: out of memory"
+    assert second["reason"] == ""
+
+
+def test_the_tables_of_a_row(tmp_path: Path) -> None:
+    timing = Timing("graph", tuple(float(x) for x in range(100, 150)), 31.125, 180.0, 130.0, 7_000_000)
+    assert (timing.median, timing.low, timing.high, timing.fraction) == (124.5, 105.0, 144.0, 0.25)
+    w = Workload(1, 8192, 32, "fast")
+    row = Row("verikda", w, {"o": 3.3e-3, "dq": 5e-3}, "pass, worst 1.20 (o)", 1.2, "", {"forward": timing})
+    text = markdown([row], H200).splitlines()
+    time = "124 (105 to 144) | 31 | 25% | graph | 180 | 7 | 5.0e-03 | 1.20 |"
+    assert f"| KDA, fast gates | 1,8192,32 | forward | verikda | {time}" in text
+    assert "| KDA, fast gates | 1,8192,32 | verikda | 3.3e-03 | 5.0e-03 | pass, worst 1.20 (o) |" in text
+    assert "4.3e+12 bytes/s" in text[2]
+    assert "samples" not in row.line()["times"]["forward"]
+    assert row.line()["times"]["forward"]["median"] == 124.5
+
+
+def test_without_pytest_benchmark_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
+    with pytest.raises(ValueError, match=r"--benchmark-json needs pytest-benchmark, .*: pip install 'verikda\[test\]'"):
+        write_pytest_benchmark(tmp_path / "b.json", [], H200)

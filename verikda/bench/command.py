@@ -1,0 +1,76 @@
+"""What `verikda bench` does, apart from reading the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kernels_cuda.sources import source_hash
+from verikda import show
+from verikda.bench.gpu import REPEATS, Device, cuda_torch
+from verikda.bench.output import markdown, write_pytest_benchmark
+from verikda.bench.peers import chosen
+from verikda.bench.rows import Row, exit_status
+from verikda.bench.run import bench
+from verikda.bench.workloads import MODES, Mode, workloads
+from verikda.environment import environment
+from verikda.record import Record
+
+
+def choose_modes(names: Sequence[str]) -> tuple[Mode, ...]:
+    """The modes of these names; all of them for none.
+
+    Raises
+    ------
+    ValueError
+        For another name.
+    """
+    unknown = sorted(set(names) - set(MODES))
+    if unknown:
+        raise ValueError(f"mode is {unknown[0]!r}; use {', '.join(MODES)}")
+    return tuple(m for m in MODES if m in names or not names)
+
+
+def bench_command(
+    targets: Sequence[str],
+    *,
+    shapes: Sequence[str],
+    kinds: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    also_wrong: bool = False,
+    json_path: Path | None = None,
+    benchmark_json: Path | None = None,
+    summary: Path | None = None,
+) -> int:
+    """Bench on a GPU, print the summary, write the files; the exit status.
+
+    Raises
+    ------
+    NoGpuError, ValueError
+        Where nothing can be timed here, or for a target, shape, kind or mode that is not known.
+    """
+    todo, peers, chosen_modes = workloads(shapes, kinds), chosen(tuple(targets)), choose_modes(modes)
+    torch = cuda_torch()
+    out = show.console()
+    record = Record(json_path)
+    opening: dict[str, object] = {"kind": "bench", "kernels": source_hash(), "repeats": REPEATS}
+    final: list[Row] = []
+
+    def done(some: Sequence[Row], device: Device) -> None:
+        if not final:
+            speed = {"bandwidth": device.bandwidth, "tensor_rate": device.tensor_rate}
+            record.write({**opening, "device": device.name, **speed, "environment": environment()})
+        final.extend(some)
+        for row in some:
+            record.write(row.line())
+        # Written after each workload, so that a run that is cut short leaves what it had.
+        if summary is not None:
+            summary.parent.mkdir(parents=True, exist_ok=True)
+            summary.write_text(markdown(final, device), encoding="utf-8")
+        if benchmark_json is not None:
+            write_pytest_benchmark(benchmark_json, final, device)
+
+    rows, device = bench(torch, peers, todo, chosen_modes, also_wrong, lambda text: out.print(text, markup=False), done)
+    record.close()
+    out.print(markdown(rows, device), markup=False, soft_wrap=True)
+    return exit_status(rows)
