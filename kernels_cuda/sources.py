@@ -1,4 +1,4 @@
-"""Which file holds which kernel, and a hash of everything a kernel is compiled from."""
+"""Which file holds which kernel, and a hash of everything that decides what a kernel computes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 INCLUDE = ROOT / "include"
 HOST = ROOT / "host"
+PLANS = ("backward.py", "build.py", "forward.py", "instances.py", "modules.py", "nvrtc.py")
+"""What decides which instances run, with which tiles, buffers, arguments and compiler flags."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _KERNEL = re.compile(r"VK_KERNEL(?:_BOUNDS\s*\([^;{}]*?\))?\s+void\s+(\w+)\s*\(")
@@ -92,9 +94,13 @@ def texts(source: Path) -> dict[str, str]:
 
 
 def source_hash() -> str:
-    """SHA-256 over all kernel sources and headers, 16 hex digits: evidence names the kernels it was made with."""
+    """SHA-256 over all kernel sources, headers and launch plans, 16 hex digits.
+
+    Evidence names the kernels it was made with by this. A plan counts as much as a source: a wrong tile size, grid or
+    compiler flag makes right sources give wrong results.
+    """
     digest = hashlib.sha256()
-    for path in (*kernel_files(), *headers()):
+    for path in (*kernel_files(), *headers(), *(ROOT / name for name in PLANS)):
         digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
         digest.update(path.read_bytes())
         digest.update(b"\0")

@@ -316,17 +316,27 @@ def test_the_hash_follows_every_source(tmp_path: Path, monkeypatch: pytest.Monke
     assert re.fullmatch(r"[0-9a-f]{16}", before)
     for folder in ("include", "host", "."):
         (tmp_path / folder).mkdir(exist_ok=True)
-    files = {"a.cu": "1", "b.cuh": "1", "include/c.cuh": "1", "host/d.hpp": "1", "host/e.cpp": "1"}
+    files = ("a.cu", "b.cuh", "include/c.cuh", "host/d.hpp", "host/e.cpp", *sources.PLANS)
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     monkeypatch.setattr(sources, "INCLUDE", tmp_path / "include")
     monkeypatch.setattr(sources, "HOST", tmp_path / "host")
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    for name in files:
+        (tmp_path / name).write_text("1")
     seen = {before, sources.source_hash()}
     for name in files:
         (tmp_path / name).write_text("2")
         seen.add(sources.source_hash())
     assert len(seen) == 2 + len(files)
+
+
+def test_the_hash_covers_what_a_launch_imports() -> None:
+    """Every module of the package that a launch loads is hashed, but for those that only find, keep or run files."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, kernels_cuda.forward, kernels_cuda.backward, kernels_cuda.instances\n"
+         "print(*(m.split('.')[1] + '.py' for m in sys.modules if m.startswith('kernels_cuda.')))"],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert set(done.stdout.split()) - set(sources.PLANS) == {"cache.py", "host_build.py", "sources.py"}
 
 
 def test_texts_follow_includes() -> None:
