@@ -13,6 +13,7 @@ from kernels_cuda.sources import source_hash
 from oracles.recurrence import forward_reverse
 from verikda.call import Capabilities
 from verikda.targets import TargetError, available, own, resolve
+from verikda.targets.contracts import NAMES, contract_by_name
 
 
 @pytest.fixture
@@ -51,6 +52,16 @@ def test_on_the_cpu(name):
     assert result.changed == ()
     assert result.ran == f"kernels_cuda {source_hash()}, NumPy on the CPU"
     assert result.dtypes["o"] == "float32"
+
+
+def test_contracts_by_name():
+    assert {name: contract_by_name(name, "float16", 32).name for name in NAMES} == {
+        "storage16": "storage-float16-c32", "operands16": "operands-float16-c32", "float32": "float32-c32",
+        "recurrent32": "float32-recurrent",
+    }  # fmt: skip
+    assert {contract_by_name(name, "float32", 32).name for name in NAMES[:3]} == {"float32-c32"}
+    with pytest.raises(TargetError, match="'half' is not known: use one of storage16, operands16, float32"):
+        contract_by_name("half", "float16", 32)
 
 
 def test_what_it_says_of_itself(no_gpu):

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from oracles.contract import Contract, Dtype, chunked32, recurrent32, storage16
+from oracles.contract import Contract, Dtype, chunked32, operands16, recurrent32, storage16
 from verikda.call import Call
 from verikda.targets.base import TargetError
 
 Declared = str | Contract | Callable[[Call], Contract]
 """How a target declares its contract: by a name in `NAMES`, as it is, or depending on the call."""
 
-NAMES = ("storage16", "float32", "recurrent32")
-"""storage16: intermediates in the 16-bit input dtype (float32 where inputs are); float32: chunked, all of it
-in float32; recurrent32: token by token in float32."""
+NAMES = ("storage16", "operands16", "float32", "recurrent32")
+"""storage16: intermediates in the 16-bit input dtype (float32 where inputs are); operands16: the decayed rows that are
+multiplied to Aqk and L too; float32: chunked, all of it in float32; recurrent32: token by token in float32.
+
+A kernel that forms Aqk and L by products on tensor cores rounds the decayed rows of Q and K to what a tensor core takes,
+16 bits or the 11 significant ones of TF32: `operands16`. In bfloat16 rows in TF32 are finer than anything else that is
+rounded, so `storage16` names every site of such a kernel; in float16 it does not."""
 
 
 def contract_by_name(name: str, dtype: str, chunk: int) -> Contract:
@@ -27,6 +31,8 @@ def contract_by_name(name: str, dtype: str, chunk: int) -> Contract:
     """
     if name == "storage16":
         return chunked32(chunk) if dtype == "float32" else storage16(cast(Dtype, dtype), chunk)
+    if name == "operands16":
+        return chunked32(chunk) if dtype == "float32" else operands16(cast(Dtype, dtype), chunk)
     if name == "float32":
         return chunked32(chunk)
     if name == "recurrent32":
