@@ -16,9 +16,9 @@ NAMES = ("storage16", "operands16", "float32", "recurrent32")
 """storage16: intermediates in the 16-bit input dtype (float32 where inputs are); operands16: the decayed rows that are
 multiplied to Aqk and L too; float32: chunked, all of it in float32; recurrent32: token by token in float32.
 
-A kernel that forms Aqk and L by products on tensor cores rounds the decayed rows of Q and K to what a tensor core takes,
-16 bits or the 11 significant ones of TF32: `operands16`. In bfloat16 rows in TF32 are finer than anything else that is
-rounded, so `storage16` names every site of such a kernel; in float16 it does not."""
+A kernel that forms Aqk and L by products on tensor cores rounds the decayed rows of Q and K to what those take: 16
+bits, or the 11 significant ones of TF32. That is `operands16`. In bfloat16 rows in TF32 are finer than anything else
+that is rounded, so `storage16` names every site of such a kernel; in float16 it does not."""
 
 
 def contract_by_name(name: str, dtype: str, chunk: int) -> Contract:
