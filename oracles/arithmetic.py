@@ -32,6 +32,10 @@ LN2 = float(np.log(2.0))
 FLUSH = 2.0**-126
 """Smallest normal float32: what is below may be flushed to zero on a GPU."""
 
+# glibc hands blocks above a threshold back to the system when they are freed, and every array of a few hundred
+# kilobytes then costs a page fault per page. The threshold follows the largest block ever freed, up to 32 MiB.
+np.empty(30 << 20, np.uint8)
+
 
 class Operations:
     """Float64 without any rounding. The other two arithmetics change single methods.
@@ -173,15 +177,15 @@ class StochasticOperations(Operations):
         self._position = 0
         self._factor = np.exp2(rng.uniform(-0.5, 0.5, (runs - self.fresh, 1, 1, 1)))
 
-    def salt(self) -> Salt:
-        """One salt per run, broadcastable against [R, ., ., .]."""
+    def salt(self) -> tuple[Salt, Salt]:
+        """One salt per run, broadcastable against [R, ., ., .]: of the stochastic runs, and of the others."""
         assert self.runs is not None
         if not self._changing:
             self._changing = self._draw(self.fresh)
         if self._position == len(self._kept):
             self._kept += self._draw(self.runs - self.fresh)
         self._position += 1
-        return np.concatenate([self._changing.pop(), self._kept[self._position - 1]])
+        return self._changing.pop(), self._kept[self._position - 1]
 
     def _draw(self, runs: int) -> list[Salt]:
         return list(self.rng.integers(0, 1 << 32, (64, runs, 1, 1, 1), np.uint32))
@@ -195,7 +199,7 @@ class StochasticOperations(Operations):
     def rounded(self, x: Floats, dtype: str) -> Floats:
         """Each run's rounding of x to dtype."""
         a, b = (x[: self.fresh], x[self.fresh :]) if x.ndim == 4 else (x, x)
-        a = round_stochastic(a, dtype, self.salt()[: self.fresh])
+        a = round_stochastic(a, dtype, self.salt()[0])
         return np.concatenate([a, round_rotated(b, dtype, self._factor)])
 
     def either(self, a: Floats, b: Floats) -> Floats:
@@ -250,7 +254,7 @@ class NoisyOperations(StochasticOperations):
 
     def noise(self, x: Floats) -> Floats:
         """Mean 0, keyed by x, of variance 1 in stochastic runs and 1/2 in the others."""
-        z = hashed_noise(x, self.salt())
+        z = hashed_noise(x, np.concatenate(self.salt()))
         z[self.fresh :] *= np.float32(np.sqrt(0.5))
         return z
 
@@ -275,7 +279,9 @@ class NoisyOperations(StochasticOperations):
     def _flushed(self, y: Floats) -> Floats:
         """Y, where stochastic runs take a number too small for float32's normal numbers to 0 or to the smallest one."""
         first = y[: self.fresh]
-        tiny = (np.abs(first) < FLUSH) & (first != 0)
+        tiny = np.abs(first) < FLUSH
+        if tiny.any():
+            tiny &= first != 0
         if tiny.any():
             dither = np.broadcast_to(self.rng.random((self.fresh, 1, 1, 1)), first.shape)
             first[tiny] = np.copysign(np.floor(np.abs(first[tiny]) / FLUSH + dither[tiny]) * FLUSH, first[tiny])
@@ -291,15 +297,18 @@ class NoisyOperations(StochasticOperations):
 
     def product(self, a: Floats, b: Floats, axes: int = 3) -> Floats:
         (a0, a1), (b0, b1) = self._halves(a, axes), self._halves(b, axes)
-        s = self._with_runs(np.matmul(a0, b0), self.fresh, axes)
-        return np.concatenate([s, self._in_single(np.matmul, a1, b1, axes=axes)])
+        return self._joined(np.matmul(a0, b0), self._in_single(np.matmul, a1, b1, axes=axes), axes)
 
     def _halves(self, x: Floats, axes: int = 3) -> tuple[Floats, Floats]:
         """The stochastic runs, and the others; both are x where x has no run axis."""
         return (x[: self.fresh], x[self.fresh :]) if x.ndim > axes else (x, x)
 
-    def _with_runs(self, x: Floats, runs: int, axes: int = 3) -> Floats:
-        return x if x.ndim > axes else np.broadcast_to(x, (runs, *x.shape))
+    def _joined(self, first: Floats, second: Floats, axes: int = 3) -> Floats:
+        """The stochastic runs (one stands for all where there is no run axis), then the others."""
+        assert self.runs is not None
+        y = np.empty((self.runs, *first.shape[-axes:]))
+        y[: self.fresh], y[self.fresh :] = first, second
+        return y
 
     def _in_single(self, function: Callable[..., Any], *operands: Floats, axes: int = 3) -> Floats:
         """A multilinear function in real float32 arithmetic, each run's operands scaled onto its own grid.
@@ -307,37 +316,46 @@ class NoisyOperations(StochasticOperations):
         What is stored on the rotated grid is a float32 number there, so only inputs are rounded by this.
         """
         factor = self._factor.reshape(-1, *(1,) * axes)
-        y: Floats = function(*((x * factor).astype(np.float32) for x in operands)).astype(np.float64)
-        y /= factor ** len(operands)
+        y: Floats = function(*((x * factor).astype(np.float32) for x in operands)) / factor ** len(operands)
         return y
 
     def accumulated(
         self, s: Floats, squares: Floats, terms: Floats | float, exponentials: Floats | float = 0.0
     ) -> Floats:
+        """As above; s [R, ...] is used up."""
         s0 = one_run(s)
+        variance = s0 * s0
         # a partial sum may reach the root of the sum of squares even where products cancel
-        squares = np.where(np.maximum(squares, s0 * s0) > LARGEST**2, np.inf, squares)
-        summed = np.maximum(terms, 1.0) / 4.0 * (0.5 * squares + s0 * s0 / 3.0)
+        beyond = np.maximum(squares, variance)
+        if not beyond.max(initial=0.0) <= LARGEST**2:
+            squares = np.where(beyond > LARGEST**2, np.inf, squares)
+        variance /= 3.0
+        variance += 0.5 * squares
+        variance *= np.maximum(terms, 1.0) / 4.0
+        variance += exponentials
         # Equal sums may be formed in different orders, as a diagonal often is, so stochastic runs set them apart.
         # The sums of the others were rounded in earnest.
         first, second = self._halves(s)
-        salt = self.salt()
-        a = UNIT * np.sqrt(summed + exponentials) * hashed_noise(first, salt[: self.fresh], apart=True)
-        b = UNIT * np.sqrt(0.5 * exponentials) * hashed_noise(second, salt[self.fresh :])
-        return self._flushed(np.concatenate([first + a, second + b]))
+        changing, kept = self.salt()
+        deviation = np.sqrt(variance, out=variance)
+        deviation *= UNIT
+        first += deviation * hashed_noise(first, changing, apart=True)
+        if np.ndim(exponentials):
+            second += UNIT * np.sqrt(0.5 * exponentials) * hashed_noise(second, kept)
+        return self._flushed(s)
 
     def substituted(self, N: Floats) -> Floats:
         n0, n1 = self._halves(N)
         # an error E_i of the sum A_i = e_i - sum_{j<i} N_ij A_j reaches later rows through A itself: A + A E
-        A = self._with_runs(substitute(n0), self.fresh)
+        A = substitute(n0)
         first, a0 = one_run(N), one_run(A)
         C = A.shape[-1]
         terms = np.maximum(np.arange(C)[:, None] - np.arange(C), 1.0)
         below = a0 - np.eye(C)
         variance = terms / 4.0 * (0.5 * np.matmul(first * first, a0 * a0) + below * below / 3.0)
-        E = UNIT * np.sqrt(variance) * hashed_noise(A - np.eye(C), self.salt()[: self.fresh], apart=True)
+        E = UNIT * np.sqrt(variance) * hashed_noise(A - np.eye(C), self.salt()[0], apart=True)
         rounded = substitute(n1.astype(np.float32)).astype(np.float64)
-        return np.concatenate([A + np.matmul(A, E), self._with_runs(rounded, len(self._factor))])
+        return self._joined(A + np.matmul(A, E), rounded)
 
     def total(self, x: Floats, axis: int) -> Floats:
         x0 = one_run(x)
@@ -346,8 +364,7 @@ class NoisyOperations(StochasticOperations):
         def in_turn(y: Floats) -> Floats:
             return np.take(np.cumsum(y, axis=axis), [-1], axis=axis) if y.shape[axis] else y.sum(axis, keepdims=True)
 
-        s = self._with_runs(first.sum(axis, keepdims=True), self.fresh)
-        s = np.concatenate([s, self._in_single(in_turn, second)])
+        s = self._joined(first.sum(axis, keepdims=True), self._in_single(in_turn, second))
         return self.accumulated(s, (x0 * x0).sum(axis, keepdims=True), np.count_nonzero(x0, axis=axis, keepdims=True))
 
     def cumsum(self, x: Floats, *, exponent: bool = False) -> Floats:
@@ -356,8 +373,8 @@ class NoisyOperations(StochasticOperations):
         # GPUs keep exponents in units of log2, where spacings differ
         size = spacing(s / LN2, "float32") * (LN2 / np.sqrt(6.0)) if exponent else (0.5 * UNIT) * np.abs(s)
         size = np.where(first == 0, 0.0, size)  # adding 0 is exact
-        noisy = s + np.cumsum(size * hashed_noise(s, self.salt()[: self.fresh], apart=True), axis=-2)
-        return np.concatenate([noisy, self._in_single(partial(np.cumsum, axis=-2), second)])
+        noisy = s + np.cumsum(size * hashed_noise(s, self.salt()[0], apart=True), axis=-2)
+        return self._joined(noisy, self._in_single(partial(np.cumsum, axis=-2), second))
 
 
 def times(x: Floats, factor: Floats | None) -> Floats:

@@ -57,8 +57,7 @@ def backward(problem: Problem, layout: Layout, b: Blocks, op: Operations) -> Gra
     do = np.zeros_like(problem.v) if problem.do is None else problem.do
     dO = layout.blocks(op.array(flat_tokens(do, layout)), heads)
     C = b.K.shape[-2]
-    M = np.tril(np.ones((C, C), op.real))
-    M1 = np.tril(M, -1)
+    M, M1 = np.tri(C, dtype=op.real), np.tri(C, k=-1, dtype=op.real)
 
     dAqk = op.site("dAqk", op.dot(dO, T(b.Vnew)) * M)
     dS, dU, dh0 = _states(problem, layout, b, dO, op)

@@ -23,6 +23,8 @@ _STRIP = 16
 """Rows done at once, so that half of the masked pairs are never formed."""
 _SLAB_BYTES = 1 << 20
 """Decays held at once: about one second-level cache."""
+_KEPT_BYTES = 1 << 24
+"""Decays of all strips that the forward keeps for the backward; more of them are formed again."""
 
 
 class GatedProducts:
@@ -40,7 +42,7 @@ class GatedProducts:
         self.used = used
         self.op, self.Q, self.K, self.Gamma = op, Q, K, Gamma
         C = K.shape[-2]
-        self.M = np.tril(np.ones((C, C), op.real))
+        self.M, self.M1 = np.tri(C, dtype=op.real), np.tri(C, k=-1, dtype=op.real)
         self.exclude = np.where(self.M > 0, 0.0, -np.inf).astype(op.real)[..., None]
         self.gamma = None if Gamma is None else one_run(Gamma)
         self.e: Floats | None = None
@@ -48,6 +50,8 @@ class GatedProducts:
             # Gamma differs between runs by roundings alone. With Gamma0 that of the first run,
             # exp(Gamma_i - Gamma_j) = exp(Gamma0_i - Gamma0_j) e_i / e_j, so the decays need no run axis.
             self.e = np.exp(np.clip(Gamma - self.gamma, -30.0, 30.0))
+        strips = K.shape[-3] * C * C * K.shape[-1] * np.dtype(op.real).itemsize
+        self._kept: dict[tuple[int, int], tuple[Floats, Floats | None]] | None = {} if strips <= _KEPT_BYTES else None
         self.Qi, self.Ki, self.Kj = Q, K, K
         if self.e is not None:
             self.Qi, self.Ki, self.Kj = Q * self.e, K * self.e, K / self.e
@@ -59,7 +63,7 @@ class GatedProducts:
             return anchored_products(op, self.Q, self.K, self.Gamma)
         if self.gamma is None:
             KT = np.swapaxes(self.K, -1, -2)
-            return op.dot(self.Q, KT) * M, op.dot(self.K, KT) * np.tril(M, -1)
+            return op.dot(self.Q, KT) * M, op.dot(self.K, KT) * self.M1
         both = np.stack(np.broadcast_arrays(self.Qi, self.Ki), axis=-1)  # [.., X, C, K, 2]
         s = np.zeros((*both.shape[:-2], M.shape[0], 2), op.real)
         squares = np.zeros(s.shape[-4:], op.real)
@@ -71,7 +75,7 @@ class GatedProducts:
                 squares[at, i, j] = np.matmul(weight * (k * k), qk * qk)
         Aqk = self._sum(s[..., 0], squares[..., 0], self.K.shape[-1])
         L = self._sum(s[..., 1], squares[..., 1], self.K.shape[-1])
-        return Aqk * M, L * np.tril(M, -1)
+        return Aqk * M, L * self.M1
 
     def backward(self, dAqk: Floats, dL: Floats) -> tuple[Floats, Floats, Floats]:
         """Return dQ, left and right, each [.., X, C, K].
@@ -80,7 +84,7 @@ class GatedProducts:
         dAqk_ii K_i to dQ and dAqk_ii Q_i to dK.
         """
         op = self.op
-        dAqk = dAqk * np.tril(self.M, -1)
+        dAqk = dAqk * self.M1
         if self.gamma is None:
             return (
                 op.dot(dAqk, self.K),
@@ -129,19 +133,24 @@ class GatedProducts:
         The latter is the square of one exponential's deviation in units of u^2, see NoisyOperations.
         """
         assert self.gamma is not None
+        strip = at.start, i.start
+        if self._kept is not None and strip in self._kept:
+            return self._kept[strip]
         gamma = self.gamma[at]
         x = gamma[:, i, None, :] - gamma[:, None, j, :]
         x += self.exclude[i, j]
         E = np.exp(x)
-        if not self.op.noisy:
-            return E, None
-        np.maximum(x, -200.0, out=x)
-        x *= 0.5
-        x *= x
-        x += 1.0
-        x *= E
-        x *= E
-        return E, x
+        weight = None
+        if self.op.noisy:
+            weight = np.maximum(x, -200.0, out=x)
+            weight *= 0.5
+            weight *= weight
+            weight += 1.0
+            weight *= E
+            weight *= E
+        if self._kept is not None:
+            self._kept[strip] = E, weight
+        return E, weight
 
     def _sum(self, s: Floats, squares: Floats, terms: Floats | float) -> Floats:
         """A sum of products with exponentials, each of relative deviation u."""

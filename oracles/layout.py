@@ -55,7 +55,7 @@ class Layout:
     def blocks(self, x: Floats, heads: int) -> Floats:
         """Gather [.., n, h, D] into blocks [.., X, C, D]; heads repeated up to `heads`."""
         padded = np.concatenate([x, np.zeros_like(x[..., :1, :, :])], axis=-3)
-        y = np.moveaxis(padded[..., self.slot, :, :], -2, -3)  # [.., chunks, h, C, D]
+        y = np.swapaxes(padded[..., self.slot, :, :], -2, -3)  # [.., chunks, h, C, D]
         if y.shape[-3] != heads:
             y = np.repeat(y, heads // y.shape[-3], axis=-3)
         return np.ascontiguousarray(y).reshape(*y.shape[:-4], -1, *y.shape[-2:])
@@ -64,7 +64,7 @@ class Layout:
         """Scatter blocks [.., X, C, D] back to [.., n, heads, D]."""
         y = x.reshape(*x.shape[:-3], -1, heads, *x.shape[-2:])
         out = np.empty((*x.shape[:-3], len(self.tokens) + 1, heads, x.shape[-1]), x.dtype)
-        out[..., self.slot, :, :] = np.moveaxis(y, -3, -2)
+        out[..., self.slot, :, :] = np.swapaxes(y, -3, -2)
         return out[..., :-1, :, :]
 
 

@@ -63,32 +63,39 @@ def round_to(x: Floats, dtype: str) -> Floats:
     x : float32 or float64 array
     dtype : "float16" | "bfloat16" | "float32"
     """
-    if dtype == "float32" and x.dtype == np.float32:
-        return x
-    with np.errstate(over="ignore", invalid="ignore"):
-        if dtype == "bfloat16" and x.dtype == np.float32:
-            bits = x.view(np.uint32)
-            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-            return np.where(np.isnan(x), x, rounded.view(np.float32))
-        if dtype == "bfloat16":  # a cast through float32 would round twice
-            return _bfloat16_of_double(x)
-        return x.astype(dtype).astype(x.dtype)
+    if dtype == "float32":
+        if x.dtype == np.float32:
+            return x
+        with np.errstate(over="ignore"):
+            return x.astype(np.float32).astype(x.dtype)
+    return _round_bits(np.ascontiguousarray(x), dtype)
 
 
-def _bfloat16_of_double(x: npt.NDArray[np.float64]) -> Floats:
-    """On the bits: 52 - 7 = 45 fraction bits go; adding half of them (and the last kept bit, for ties) carries."""
-    largest = FORMATS["bfloat16"][2]
-    bits = np.ascontiguousarray(x).view(np.uint64)
-    odd = (bits >> np.uint64(45)) & np.uint64(1)
-    bits = (bits + (odd + np.uint64(2**44 - 1))) & np.uint64(2**64 - 2**45)
-    y = bits.view(np.float64).reshape(x.shape)
+def _round_bits(x: Floats, dtype: str) -> Floats:
+    """On the bits: adding half of the fraction bits that go (less the last kept bit, for ties) carries into the rest.
+
+    A cast of float64 to bfloat16 would go through float32 and so round twice; casts to float16 are slow.
+    """
+    bits, least, largest = FORMATS[dtype]
+    word, total, fraction = (np.uint32, 32, 23) if x.dtype == np.float32 else (np.uint64, 64, 52)
+    drop = fraction - bits
+    pattern: npt.NDArray[Any] = x.view(word)
+    last: npt.NDArray[Any] = np.right_shift(pattern, drop, dtype=word)
+    last &= word(1)
+    last += word((1 << (drop - 1)) - 1)
+    last += pattern
+    last &= word((1 << total) - (1 << drop))
+    y: Floats = last.view(x.dtype)
     size = np.abs(x)
-    small = size < 2.0**-126  # subnormal: fixed spacing 2**-133, every scaling here is exact
-    if small.any():
-        y = np.where(small, np.copysign(np.rint(x * 2.0**133) * 2.0**-133, x), y)
-    if not (size < largest).all():
-        y = np.where(np.abs(y) > largest, np.copysign(np.inf, x), y)
-        y = np.where(np.isnan(x), x, y)
+    if x.dtype == np.float64 or dtype == "float16":  # float32 and bfloat16 have the same exponents
+        tiny = size < 2.0**least
+        if tiny.any():  # subnormal: fixed spacing, every scaling here is exact
+            q = x.dtype.type(2.0 ** (least - bits))
+            np.copyto(y, np.copysign(np.rint(x / q) * q, x), where=tiny)
+    if not size.max(initial=0.0) < largest:
+        with np.errstate(invalid="ignore"):
+            np.copyto(y, np.copysign(x.dtype.type(np.inf), x), where=np.abs(y) > largest)
+        np.copyto(y, x, where=np.isnan(x))
     return y
 
 
@@ -106,25 +113,33 @@ def round_stochastic(x: Floats, dtype: str, salt: Salt) -> Floats:
     array [R, ...] of x's dtype (float32 to float32 comes back as it is, without runs). Representable values are
     unchanged; overflow becomes inf.
     """
-    bits, least, _ = FORMATS[dtype]
+    bits, least, largest = FORMATS[dtype]
     if dtype == "float32":
         if x.dtype == np.float32:
             return x
         drop = 52 - bits
         word = x.view(np.uint64)
-        dither = hashed((word >> np.uint64(drop - _GUARD_BITS)).astype(np.uint32) & np.uint32(0xFFFFFFF), salt)
-        low = (dither >> np.uint32(32 - drop)).astype(np.uint64)
-        y = ((word + low) & ~np.uint64((1 << drop) - 1)).view(np.float64)
-    else:
-        single = x.astype(np.float32, copy=False)
-        drop = 23 - bits
-        word32 = np.ascontiguousarray(single).view(np.uint32)
-        key = (word32 & np.uint32(0x7FFFFF)) >> np.uint32(drop - _GUARD_BITS)
+        key = (word >> np.uint64(drop - _GUARD_BITS)).astype(np.uint32)
+        key &= np.uint32(0xFFFFFFF)
         dither = hashed(key, salt)
-        low32 = dither >> np.uint32(32 - drop)
-        y = ((word32 + low32) & ~np.uint32((1 << drop) - 1)).view(np.float32)
+        pattern = (dither >> np.uint32(32 - drop)).astype(np.uint64)
+        pattern += word
+        pattern &= ~np.uint64((1 << drop) - 1)
+        y: Floats = pattern.view(np.float64)
+    else:
+        single = np.ascontiguousarray(x.astype(np.float32, copy=False))
+        drop = 23 - bits
+        word32 = single.view(np.uint32)
+        key = word32 & np.uint32(0x7FFFFF)
+        key >>= np.uint32(drop - _GUARD_BITS)
+        dither = hashed(key, salt)
+        pattern32 = dither >> np.uint32(32 - drop)
+        pattern32 += word32
+        pattern32 &= ~np.uint32((1 << drop) - 1)
+        y = pattern32.view(np.float32)
+    size = np.abs(x)
     if dtype != "bfloat16":  # bfloat16 has float32's exponents, so its subnormals come right by themselves
-        small = np.abs(x) < 2.0**least
+        small = size < 2.0**least
         if small.any():
             small = np.broadcast_to(small, y.shape)
             q = 2.0 ** (least - bits)
@@ -132,7 +147,8 @@ def round_stochastic(x: Floats, dtype: str, salt: Salt) -> Floats:
             exact = np.broadcast_to(x, y.shape)[small]
             # on the magnitude, so that x and -x are rounded alike, as the bit patterns above are
             y[small] = np.copysign(np.floor(np.abs(exact) / q + u) * q, exact)
-        y = _overflow(y, dtype)
+        if not size.max(initial=0.0) < largest / 2:
+            np.copyto(y, np.copysign(y.dtype.type(np.inf), y), where=np.abs(y) > largest)
     return y.astype(x.dtype, copy=False)
 
 
@@ -154,9 +170,19 @@ def round_rotated(x: Floats, dtype: str, factor: npt.NDArray[np.float64]) -> Flo
     if dtype == "float32" and x.dtype == np.float32:
         return x
     c = factor.astype(x.dtype)
-    plain = round_to(x, dtype)
-    turned = round_to(x * c, dtype) / c
-    return np.where((plain == x) | ~np.isfinite(plain) | ~np.isfinite(turned), plain, turned)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == "float32":
+            plain = x.astype(np.float32)
+            turned: Floats = (x * c).astype(np.float32) / c
+        else:
+            plain, turned = round_to(x, dtype), round_to(x * c, dtype)
+            turned /= c
+        finite = np.isfinite(plain.sum() + turned.sum())
+    fixed = plain == x
+    if not finite:
+        fixed = fixed | ~np.isfinite(plain) | ~np.isfinite(turned)
+    np.copyto(turned, plain, where=fixed)
+    return turned
 
 
 def hashed(key: npt.NDArray[np.uint32], salt: Salt) -> npt.NDArray[np.uint32]:
@@ -180,16 +206,11 @@ def hashed_noise(x: npt.NDArray[np.float64], salt: Salt, *, apart: bool = False)
         shape = x.shape[-3:]
         key += (np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(0x9E3779B9)).reshape(shape)
     h = hashed(key, salt)
+    h ^= (x.view(np.int64) >> np.int64(63)).astype(np.uint32)  # the complement, 65535 - u of both halves: odd in x
     total = h >> np.uint32(16)
     h &= np.uint32(0xFFFF)
     total += h
     noise = total.astype(np.float32)
     noise -= np.float32(65535.0)
     noise *= np.float32(np.sqrt(6.0) / 65536.0)
-    return np.where(np.signbit(x), -noise, noise)
-
-
-def _overflow(y: Floats, dtype: str) -> Floats:
-    largest = FORMATS[dtype][2]
-    over = np.abs(y) > largest
-    return np.where(over, np.copysign(np.inf, y), y) if over.any() else y
+    return noise

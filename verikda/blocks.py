@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,39 +60,45 @@ def blocks_of(name: str, truth: Array, problem: Problem, contract: Contract) -> 
     sequence are one more block. States: (sequence, head). dA_log, ddt_bias: head.
     """
     if name in ("dA_log", "ddt_bias"):
-        heads = truth.shape[0]
-        keys = np.stack([np.zeros(heads, np.int64), np.arange(heads), np.zeros(heads, np.int64)], 1)
-        return _partition(keys, np.arange(heads), truth)
+        return _states(truth.shape[:1], truth.size)
     if name in ("ht", "dh0"):
-        N, heads = truth.shape[:2]
-        each = np.arange(N * heads)
-        keys = np.stack([each // heads, each % heads, np.zeros_like(each)], 1)
-        return _partition(keys, each.reshape(N, heads), truth)
-    B, T, heads = truth.shape[:3]
-    chunk = contract.chunk or 64
-    sequence, piece = np.full((B, T), -1, np.int64), np.zeros((B, T), np.int64)
-    for n, (b, first, last) in enumerate(problem.spans):
-        sequence[b, first:last] = n
-        piece[b, first:last] = np.arange(last - first) // chunk
-    outside = len(problem.spans)
-    sequence = np.where(sequence < 0, outside, sequence)
-    tokens = np.stack([sequence, piece], -1)
-    token_keys, place = np.unique(tokens.reshape(-1, 2), axis=0, return_inverse=True)
-    place = place.reshape(B, T)
-    m = len(token_keys)
-    head_of = np.repeat(np.arange(heads), m)
-    keys = np.stack([np.tile(token_keys[:, 0], heads), head_of, np.tile(token_keys[:, 1], heads)], 1)
+        return _states(truth.shape[:2], truth.size)
+    return _tokens(truth.shape[:3], truth.size, tuple(problem.spans), contract.chunk or 64)
+
+
+def _states(shape: tuple[int, ...], size: int) -> Blocks:
+    each, heads = np.arange(math.prod(shape)), shape[-1]
+    keys = np.stack([each // heads, each % heads, np.zeros_like(each)], 1)
+    return _partition(keys, each.reshape(shape), size)
+
+
+@lru_cache(maxsize=4)
+def _tokens(shape: tuple[int, ...], size: int, spans: tuple[tuple[int, int, int], ...], chunk: int) -> Blocks:
+    """The outputs of one problem share few partitions."""
+    B, T, heads = shape
+    place = np.full((B, T), -1, np.int64)
+    rows: list[tuple[int, int]] = []  # (sequence, piece)
+    for n, (b, first, last) in enumerate(spans):
+        place[b, first:last] = len(rows) + np.arange(last - first) // chunk
+        rows += [(n, i) for i in range(-(-(last - first) // chunk))]
+    outside = len(spans)
+    if (place < 0).any():
+        place[place < 0] = len(rows)
+        rows.append((outside, 0))
+    m = len(rows)
+    sequence, piece = np.array(rows, np.int64).reshape(-1, 2).T
+    keys = np.stack([np.tile(sequence, heads), np.repeat(np.arange(heads), m), np.tile(piece, heads)], 1)
     labels = place[:, :, None] + m * np.arange(heads)
-    return _partition(keys, labels, truth, exact=outside)
+    return _partition(keys, labels, size, exact=outside)
 
 
-def _partition(keys: Labels, labels: Labels, truth: Array, exact: int | None = None) -> Blocks:
-    """Pool blocks given by (sequence, head, piece) until each has SMALLEST elements.
+def _partition(keys: Labels, labels: Labels, size: int, exact: int | None = None) -> Blocks:
+    """Pool blocks given by (sequence, head, piece) of an output of `size` elements until each has SMALLEST.
 
     Pieces of one head are pooled first, then heads of one sequence, then sequences. The sequence `exact`
     stands for rows outside all sequences and is pooled with nothing else.
     """
-    width = truth.size // max(1, labels.size)
+    width = size // max(1, labels.size)
     count = np.bincount(labels.ravel(), minlength=len(keys)) * width
     order = np.lexsort((keys[:, 2], keys[:, 1], keys[:, 0]))
     groups = [[int(i)] for i in order]

@@ -55,6 +55,7 @@ class OutputNoise:
         self.dtype = dtype
         self.blocks = blocks_of(name, truth, problem, contract)
         self.representable: npt.NDArray[np.bool_] = np.isfinite(round_to(truth, dtype))
+        self._all_representable = bool(self.representable.all())
         self.own = np.where(self.representable, output_noise(np.where(self.representable, truth, 0.0), dtype), 0.0)
         self.overflows = np.zeros(len(self.blocks.count), np.bool_)
         self.reset()
@@ -72,7 +73,11 @@ class OutputNoise:
     def add(self, outputs: Array, weights: Array) -> None:
         """Take in the outputs [R, ...] of runs whose squared deviations count `weights` [R] times."""
         for x, weight in zip(outputs, weights, strict=True):
-            squared = np.where(self.representable, (x - self.truth) ** 2 * weight, 0.0)
+            squared = x - self.truth
+            squared *= squared
+            squared *= weight
+            if not self._all_representable:
+                squared = np.where(self.representable, squared, 0.0)
             self._sum += squared
             self._largest = np.maximum(self._largest, self.blocks.sum(squared))  # NaN stays
         self.runs += len(weights)
