@@ -190,9 +190,10 @@ def test_a_target_that_does_not_support_a_dtype_is_named_with_the_reason() -> No
     line: dict[str, Any] = point("regimes", Case(**{"lengths": (3,)}), 0.5)
     line |= {"verdict": "not run", "detail": "the target does not support dtype float32"}
     del line["outputs"]
-    html = Page.of([*lines(), line | {"target": "shy"}]).html()
-    assert "the target does not support dtype float32" in html
-    assert "v-not-run" in html
+    page = Page.of([*lines(), line | {"target": "shy"}])
+    assert "v-not-run" in page.html()
+    for text in (Reader(page.html()).text["verdicts"], page.markdown()):
+        assert "shy, 1 point: the target does not support dtype float32" in text
 
 
 def test_a_run_that_was_cut_short_says_so(html: str) -> None:

@@ -7,7 +7,8 @@ CAPTIONS: dict[str, tuple[str, str]] = {
         "Error against gate strength",
         "All gates equal. A band runs from the noise floor of a dtype to four times that, the limit; a red ring is a "
         "failed case, at the upper edge if nothing of the output is right. Dashed lines: ln(max)/C, from where on "
-        "naive kernels, which form exp(-Gamma), overflow (bf16 has the range of fp32).",
+        "naive kernels, which form exp(-Gamma), overflow (bf16 has the range of fp32). Where a band lies above 1, no "
+        "implementation of this contract can have any digit right.",
     ),
     "frontier": (
         "Overflow frontier",
@@ -49,7 +50,8 @@ CAPTIONS: dict[str, tuple[str, str]] = {
     "contracts": (
         "The same results under other contracts",
         "A contract says where an implementation rounds; each has its own noise floor. Read down: how far a result is "
-        "from what float32 intermediates, or a float32 token recurrence, would give.",
+        "from what float32 intermediates, or a float32 token recurrence, would give. Only the declared contract was "
+        "promised: grey is beyond 4 of another one, and no failure.",
     ),
     "flags": ("Compiler flags", "verikda's kernels built with other flags, on the same cases."),
 }

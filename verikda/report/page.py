@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +118,12 @@ class Page:
             return f"{len(made)} points: {text or 'none'}."
         w = self.worst[0]
         return f"{len(made)} points: {text}. The worst ratio is {w.ratio}: {w.output} of {w.target} in {w.dtype}."
+
+    @cached_property
+    def reasons(self) -> list[str]:
+        """Why points were not judged, with their number."""
+        silent = Counter((x["target"], x["detail"]) for x in self.main if x["kind"] == "point" and "outputs" not in x)
+        return [f"{target}, {n} {'point' if n == 1 else 'points'}: {detail}" for (target, detail), n in silent.items()]
 
     @cached_property
     def ran(self) -> list[str]:
