@@ -20,12 +20,12 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'
 import torch
 from test_bench import H200, delta, fused, late, recurrence
 
-from verikda.bench import command, gpu, peers, run
+from verikda.bench import check, command, gpu, peers, run
 from verikda.bench import workloads as shapes
 from verikda.bench.gpu import HOST_REPEATS, QUEUE, REPEATS, WARM_UP, Run, sample
 from verikda.bench.output import markdown, write_pytest_benchmark
-from verikda.bench.peers import Peer, TorchRunner
-from verikda.bench.rows import Row, Timing
+from verikda.bench.peers import JaxRunner, Peer, TorchRunner
+from verikda.bench.rows import Row, Timing, compare
 from verikda.bench.workloads import Workload
 from verikda.cli import main
 
@@ -260,6 +260,43 @@ def test_a_crash_while_timing_costs_that_target_only(
     assert (list(first["times"]), list(second["times"])) == (["forward"], list(shapes.MODES))
     assert first["reason"] == "crashed while backward was timed: RuntimeError: out of memory"
     assert second["reason"] == ""
+
+
+def test_jax_is_asked_for_each_mode_as_a_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a stand-in for JAX made of torch; arrays stay tensors."""
+    waited: list[Any] = []
+
+    def vjp(function: Any, x: Any) -> Any:
+        leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+        o = function(leaves)
+        grad = torch.autograd.grad
+        return o.detach(), lambda do: (
+            dict(zip(leaves, grad(o, list(leaves.values()), do, retain_graph=True), strict=True)),
+        )
+
+    jax = types.ModuleType("jax")
+    jax.jit, jax.vjp, jax.block_until_ready = lambda f: f, vjp, waited.append  # type: ignore[attr-defined]
+    jax.dlpack = types.SimpleNamespace(from_dlpack=lambda x: x)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    monkeypatch.setattr(shapes, "DEVICE", "cpu")
+    monkeypatch.setenv("VERIKDA_CACHE", str(tmp_path))
+
+    def operator(kind: str, q: Any, k: Any, v: Any, *, impl: str, **gates: Any) -> Any:
+        assert (kind, impl, set(gates)) == ("kda", "mosaic_gpu", {"g", "beta"})
+        return recurrence(q, k, v, **gates)
+
+    w = Workload(1, 24, 2, "fast")
+    runner = JaxRunner(operator, "mosaic_gpu", "kda")
+    found = check.answers(torch, w, peer("jla"), runner)
+    with ThreadPoolExecutor(1) as pool:
+        wanted = check.together(w, [t.result() for t in check.ask_truth(pool, w, shapes.draw(torch, w, 0))])
+    row = Row("jla", w, floor_verdict="pass")
+    compare(row, found, wanted, backward=True)
+    assert (row.reason, "dg" in row.errors) == ("", True)
+    backward = runner.backward(runner.take(shapes.draw(torch, w, 1)))
+    backward()
+    runner.wait()
+    assert set(waited[-1]) == {"q", "k", "v", "g", "beta"}
 
 
 def test_the_tables_of_a_row(tmp_path: Path) -> None:
