@@ -116,7 +116,7 @@ def test_exact_is_the_recurrence(shape: str, contract: str) -> None:
 
 FAULTS = {
     "dW transposed sign": (chunked_backward, "T", lambda x: x),
-    "masks off": (gated.np, "tril", lambda x, k=0: np.ones_like(x)),
+    "masks off": (gated.np, "tri", lambda C, k=0, dtype=float: np.ones((C, C), dtype)),
     "inverse skipped": (chunked_forward, "inverse", lambda N, op: np.broadcast_to(np.eye(N.shape[-1]), N.shape) - N),
 }
 
