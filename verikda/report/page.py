@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,14 +23,24 @@ from verikda.report.tables import Table
 NOT_RUN = "not run"
 
 
-@dataclass(frozen=True)
+def _nothing() -> Sequence[Panel]:
+    return ()
+
+
+@dataclass
 class Section:
-    """One idea: charts and a table of it; `missing` says why there is nothing."""
+    """One idea: charts, drawn when they are asked for, and a table of it; `missing` says why there is nothing."""
 
     id: str
-    panels: Sequence[Panel] = ()
+    draw: Callable[[], Sequence[Panel]] = _nothing
     table: Table | None = None
     missing: str = NOT_RUN
+
+    @cached_property
+    def panels(self) -> Sequence[Panel]:
+        """The charts."""
+        with style():
+            return self.draw()
 
     @property
     def title(self) -> str:
@@ -136,19 +146,18 @@ class Page:
         lines, builds = self.main, [x for x in self.lines if x.get("series") == "flags"]
         no_stages = f"{NOT_RUN}: only the emulator and verikda's own kernels return intermediates"
         no_flags = f"{NOT_RUN}: it needs a GPU, target verikda and --grid full"
-        with style():
-            return [
-                Section("gates", charts.gates(lines)),
-                Section("frontier", (), tables.gate_map(lines)),
-                Section("keys", charts.keys(lines)),
-                Section("ulp", charts.ulps(lines), tables.ulps(lines)),
-                Section("position", charts.positions(lines), tables.lengths(lines)),
-                Section("stages", charts.stages(lines), None, no_stages),
-                Section("bias", charts.bias(lines)),
-                Section("safe", (), tables.safe(lines)),
-                Section("contracts", (), tables.contracts(lines)),
-                Section("flags", (), tables.strip(builds), no_flags),
-            ]
+        return [
+            Section("gates", lambda: charts.gates(lines)),
+            Section("frontier", table=tables.gate_map(lines)),
+            Section("keys", lambda: charts.keys(lines)),
+            Section("ulp", lambda: charts.ulps(lines), tables.ulps(lines)),
+            Section("position", lambda: charts.positions(lines), tables.lengths(lines)),
+            Section("stages", lambda: charts.stages(lines), missing=no_stages),
+            Section("bias", lambda: charts.bias(lines)),
+            Section("safe", table=tables.safe(lines)),
+            Section("contracts", table=tables.contracts(lines)),
+            Section("flags", table=tables.strip(builds), missing=no_flags),
+        ]
 
     @cached_property
     def claim_panels(self) -> dict[int, list[Panel]]:
