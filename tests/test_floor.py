@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -445,30 +446,45 @@ def test_output_noise() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_false_alarm_on_drawn_cases(dtype: str) -> None:
+@pytest.mark.parametrize("target", ["emulator", "zoo"])
+def test_no_false_alarm_on_drawn_cases(target: str, dtype: str) -> None:
     """A handful of what `python -m verikda.false_alarm` does by the ten thousand."""
-    from verikda import false_alarm
-    from verikda.call import Capabilities
-    from verikda.knobs import Limits, Space
+    from verikda.false_alarm import run_share
 
-    space = Space(Capabilities(), Limits(max_tokens=70, max_channels=17, max_state=1024), {"dtype": dtype})
-    rng, tally = np.random.default_rng(0), false_alarm.Tally()
-    for _ in range(12):
-        false_alarm.judge_healthy(false_alarm.draw_case(rng, space), tally)
-    assert not tally.failures
-    assert tally.verdicts["pass"] >= 9
-    assert 0.3 < max(ratio for ratio, _ in tally.worst.values()) < LIMIT
+    share = run_share(target, None, dtype, 0, 0, 12)
+    assert not share["failures"]
+    assert share["verdicts"]["pass"] >= 9
+    assert sum(share["verdicts"].values()) == 12
+    assert 0.3 < max(ratio for ratio, _ in share["worst"].values()) < LIMIT
 
 
-def test_the_evidence_would_show_an_alarm() -> None:
-    """Under a limit of a tenth the same healthy cases fail, and are listed with their case."""
-    from verikda import false_alarm
+def test_the_evidence_would_show_an_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An implementation with a fault fails the run, is counted in the table and listed with a case that fails again."""
     from verikda.case import Case
+    from verikda.checks import named
+    from verikda.false_alarm import main
+    from verikda.run_case import run_case
+    from verikda.targets import resolve
 
-    tally = false_alarm.Tally()
-    false_alarm.judge_healthy(Case(lengths=(20,), K=8, V=8, dtype="bfloat16"), tally, limit=0.1)
-    assert tally.verdicts == {"fail": 1}
-    text, contract, output, message = tally.failures[0]
-    assert Case.from_json(text).lengths == (20,)
-    assert contract == "storage-bfloat16-c64"
-    assert message.startswith(f"{output}[")
+    record = str(tmp_path / "shares.jsonl")
+    options = ["--dtype", "float32", "--cases", "6", "--json", record]
+    assert main(["--target", "zoo:DV_OFF", *options]) == 1
+    assert main(["--target", "zoo", *options]) == 0
+    assert main(["--target", "zoo", "--seed", "1", *options]) == 0
+    capsys.readouterr()
+    assert main(["--table", record]) == 1
+    rows = capsys.readouterr().out.splitlines()
+    healthy, faulty = ([x.strip() for x in rows[i].split("|")[1:-1]] for i in (3, 2))
+    assert healthy[:6] == ["zoo:NONE", "float32", "12", "12", "0", "0"]
+    assert faulty[:3] == ["zoo:DV_OFF", "float32", "6"]
+    assert int(faulty[5]) >= 5
+    assert rows[4].startswith("FAIL zoo:DV_OFF float32: dv[")
+    case = Case.from_json(rows[5])
+    assert run_case(resolve("zoo:DV_OFF"), case, named(("floor",))).verdict == "fail"
+
+
+def test_a_share_is_the_same_whatever_else_runs() -> None:
+    from verikda.false_alarm import run_share
+
+    assert run_share("emulator", None, "float32", 5, 1, 3) == run_share("emulator", None, "float32", 5, 1, 3)
+    assert run_share("emulator", None, "float32", 5, 1, 3) != run_share("emulator", None, "float32", 5, 2, 3)

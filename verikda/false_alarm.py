@@ -1,26 +1,39 @@
-"""Evidence that the floor raises no false alarm: healthy emulators judged under their own contract.
+"""Evidence that the floor raises no false alarm: healthy implementations judged on random cases, by the thousand.
 
-python -m verikda.false_alarm --dtype bfloat16 --cases 300
+    python -m verikda.false_alarm --target emulator --dtype bfloat16 --cases 20000 --jobs 2 --json shares.jsonl
+    python -m verikda.false_alarm --table shares.jsonl
+
+Every knob of a case is drawn uniformly from its options, over all regimes, flags and layouts that the target takes;
+values and gradients are judged as `verikda check --checks floor` does. Cases come in shares of 250 with a seed each, so
+that the same cases are drawn whatever --jobs says, and each share is recorded as one line when it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from oracles.arithmetic import Nearest
-from oracles.chunked import emulate
-from oracles.contract import Contract, Dtype, chunked32, recurrent32, storage16
-from oracles.recurrence import forward_reverse
-from verikda.call import Call, Capabilities
-from verikda.case import Case
-from verikda.floor import LIMIT, Judgement, judge
+from oracles.problem import GRADIENTS, OUTPUTS
+from verikda.case import DTYPES, Case
+from verikda.checks import named
 from verikda.inputs import make_call
 from verikda.knobs import OPTIONS, Limits, Space
+from verikda.record import Record
+from verikda.run_case import CaseReport, run_case
+from verikda.targets import TargetError, resolve
+
+SHARE = 250
+"""Cases of one share."""
+FLOOR = named(("floor",))
 
 
 def draw_case(rng: np.random.Generator, space: Space) -> Case:
@@ -32,77 +45,118 @@ def draw_case(rng: np.random.Generator, space: Space) -> Case:
     return Case(**known)
 
 
-def output_dtypes(call: Call) -> dict[str, str]:
-    """Dtype of each output: gradients have that of their argument, states and parameters float32."""
-    d = call.dtypes
-    own = {"o": d["q"], "dq": d["q"], "dk": d["k"], "dv": d["v"], "dbeta": d["beta"], "dg": d.get("g", "float32")}
-    return own | dict.fromkeys(("ht", "dh0", "dA_log", "ddt_bias"), "float32")
-
-
-def contracts(call: Call) -> list[Contract]:
-    """Contracts that an implementation of a call might declare."""
-    dtype = cast(Dtype, call.dtypes["q"])
-    if dtype == "float32":
-        return [chunked32(call.chunk_size), recurrent32()]
-    return [storage16(dtype, call.chunk_size)]
-
-
 @dataclass
 class Tally:
     """Results so far.
 
     Attributes
     ----------
-    verdicts, runs : counts of verdicts, and of stochastic runs that they took.
-    worst : (ratio, case as JSON) per (contract family, output).
-    failures : (case as JSON, contract, output, message).
+    verdicts : counts of verdicts of cases.
+    worst : (ratio, case) per output.
+    failures : (case, output, message).
     """
 
     verdicts: Counter[str] = field(default_factory=Counter)
-    runs: Counter[int] = field(default_factory=Counter)
-    worst: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
-    failures: list[tuple[str, str, str, str]] = field(default_factory=list)
+    worst: dict[str, tuple[float, dict[str, Any]]] = field(default_factory=dict)
+    failures: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
 
-    def add(self, case: Case, contract: Contract, judgement: Judgement) -> None:
-        """Count one judgement."""
-        self.verdicts[judgement.verdict] += 1
-        self.runs[judgement.runs] += 1
-        family = contract.name.rsplit("-c", 1)[0]
-        for name, j in judgement.outputs.items():
-            if j.ratio is not None and j.ratio > self.worst.get((family, name), (0.0, ""))[0]:
-                self.worst[family, name] = (j.ratio, case.to_json())
-            if j.verdict == "fail":
-                self.failures.append((case.to_json(), contract.name, name, j.message))
+    def add(self, report: CaseReport) -> None:
+        """Count one case."""
+        self.verdicts[report.verdict] += 1
+        case = report.case.to_dict()
+        for outcome in report.outcomes:
+            for name, ratio in outcome.ratios.items():
+                self._worse(name, ratio, case)
+        self.failures += [(case, f.output, f.message) for f in report.failures]
 
+    def merge(self, line: Mapping[str, Any]) -> None:
+        """Count a share as recorded."""
+        self.verdicts.update(line["verdicts"])
+        for name, (ratio, case) in line["worst"].items():
+            self._worse(name, float(ratio), case)
+        self.failures += [tuple(failure) for failure in line["failures"]]
 
-def judge_healthy(case: Case, tally: Tally, limit: float = LIMIT) -> None:
-    """Judge the emulator rounded to nearest under its own contract."""
-    call = make_call(case)
-    truth = forward_reverse(call.problem)
-    dtypes = output_dtypes(call)
-    for contract in contracts(call):
-        result = emulate(call.problem, contract, Nearest(), output_dtypes=dtypes).outputs
-        tally.add(case, contract, judge(result, dtypes, call.problem, contract, truth=truth, limit=limit))
+    def _worse(self, name: str, ratio: float, case: dict[str, Any]) -> None:
+        if ratio > self.worst.get(name, (0.0, {}))[0]:
+            self.worst[name] = (ratio, case)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--cases", type=int, default=200)
+def run_share(target: str, contract: str | None, dtype: str, seed: int, share: int, cases: int) -> dict[str, Any]:
+    """One share as its line of record."""
+    healthy = resolve(target, contract=contract)
+    rng, space, tally = (
+        np.random.default_rng([seed, share]),
+        Space(healthy.capabilities, Limits(), {"dtype": dtype}),
+        Tally(),
+    )
+    judged_by = ""
+    for _ in range(cases):
+        case = draw_case(rng, space)
+        tally.add(run_case(healthy, case, FLOOR))
+        judged_by = judged_by or healthy.contract(make_call(case)).name.rsplit("-c", 1)[0]
+    return {
+        "kind": "share", "target": healthy.name, "contract": judged_by, "dtype": dtype, "seed": seed, "share": share,
+        "cases": cases, "verdicts": dict(tally.verdicts), "worst": tally.worst, "failures": tally.failures,
+    }  # fmt: skip
+
+
+def table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown: one row per target and contract with its counts and worst ratios, then every failure."""
+    rows: dict[tuple[str, str], Tally] = {}
+    for line in lines:
+        rows.setdefault((line["target"], line["contract"]), Tally()).merge(line)
+    names = [n for n in (*OUTPUTS, *GRADIENTS) if any(n in tally.worst for tally in rows.values())]
+    head = ["target", "contract", "cases", "pass", "inconclusive", "fail", *names]
+    text = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for (target, contract), tally in sorted(rows.items()):
+        other = sum(tally.verdicts.values()) - tally.verdicts["pass"] - tally.verdicts["fail"]
+        counts = (sum(tally.verdicts.values()), tally.verdicts["pass"], other, tally.verdicts["fail"])
+        ratios = [f"{tally.worst[n][0]:.2f}" if n in tally.worst else "" for n in names]
+        text.append("| " + " | ".join([target, contract, *(f"{n:,}" for n in counts), *ratios]) + " |")
+    for (target, contract), tally in sorted(rows.items()):
+        text += [f"FAIL {target} {contract}: {message}\n     {json.dumps(case)}" for case, _, message in tally.failures]
+    return "\n".join(text)
+
+
+def recorded(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Shares of JSON Lines files."""
+    lines = [json.loads(text) for path in paths for text in path.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["kind"] == "share"]
+
+
+def main(words: list[str] | None = None) -> int:
+    """Command line; exit status 0 without a failure, 1 with one."""
+    parser = argparse.ArgumentParser(description="Healthy implementations judged on random cases: limit 4, no failure.")
+    parser.add_argument("--target", default="emulator", help="emulator, zoo, or any target that is known to be healthy")
+    parser.add_argument("--contract", help="judge it under this contract instead of the one it declares")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--cases", type=int, default=SHARE)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    rng = np.random.default_rng(args.seed)
-    tally = Tally()
-    space = Space(Capabilities(), Limits(), {"dtype": args.dtype})
-    for _ in range(args.cases):
-        judge_healthy(draw_case(rng, space), tally)
-    print(dict(tally.verdicts), "runs", dict(tally.runs))
-    for (family, name), (ratio, text) in sorted(tally.worst.items()):
-        print(f"{family:20s} {name:9s} {ratio:8.3f}  {text}")
-    for failure in tally.failures:
-        print("FAIL", *failure)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--json", type=Path, help="append each share to this JSON Lines file")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the table of recorded shares, run nothing")
+    given = parser.parse_args(words)
+    for name in ("cases", "jobs"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} is {getattr(given, name)}; give at least 1")
+    try:
+        resolve(given.target, contract=given.contract)
+    except TargetError as error:
+        parser.error(str(error))
+    if given.table:
+        lines = recorded(given.table)
+    else:
+        sizes = [min(SHARE, given.cases - first) for first in range(0, given.cases, SHARE)]
+        record, lines = Record(given.json), []
+        with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            fixed = (given.target, given.contract, given.dtype, given.seed)
+            for done in as_completed([pool.submit(run_share, *fixed, i, n) for i, n in enumerate(sizes)]):
+                lines.append(done.result())
+                record.write(lines[-1])
+        record.close()
+    print(table(lines))
+    return int(any(line["failures"] for line in lines))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
