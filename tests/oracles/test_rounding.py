@@ -175,3 +175,9 @@ def test_rotated_rounding_is_another_rounding_to_nearest(dtype: str) -> None:
         np.testing.assert_array_equal(
             np.isinf(round_rotated(edge, dtype, factor)), np.broadcast_to([False, False, True, True], (40, 4))
         )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_shape_is_kept(dtype: str) -> None:
+    for shape in ((), (1,), (0,), (2, 3)):
+        assert round_to(np.full(shape, 1 / 3), dtype).shape == shape

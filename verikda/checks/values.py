@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from oracles.problem import Array
 from verikda.call import Call, Malformed, Result
 from verikda.checks.base import Check, Context, Failure, Outcome, always
 from verikda.checks.transform import TOKENS, revised
@@ -113,14 +114,22 @@ def run_split(ctx: Context, cut: int) -> tuple[tuple[Result, Call], tuple[Result
 
     early = part(first, False, dht=None)
     before = ctx.run(early)
-    late = part(second, call.backward, h0=before.outputs["ht"])
+    late = part(second, call.backward, h0=_finite(before, "ht"))
     after = ctx.run(late)
     if call.backward:
         if "dh0" not in after.outputs:
             raise Malformed("an initial state was given, but no gradient of it came back")
-        early = part(first, True, dht=after.outputs["dh0"])
+        early = part(first, True, dht=_finite(after, "dh0"))
         before = ctx.run(early)
     return (before, early), (after, late)
+
+
+def _finite(result: Result, name: str) -> Array:
+    """What one part hands to the other; values that are not finite are no input."""
+    handed = result.outputs[name]
+    if not np.isfinite(handed).all():
+        raise Malformed(f"{name} of one part of the call is not finite and cannot be handed to the other")
+    return handed
 
 
 def _can_split_anywhere(ctx: Context) -> str | None:
