@@ -68,7 +68,7 @@ def round_to(x: Floats, dtype: str) -> Floats:
             return x
         with np.errstate(over="ignore"):
             return x.astype(np.float32).astype(x.dtype)
-    return _round_bits(np.ascontiguousarray(x), dtype).reshape(x.shape)  # a number without axes would come back with one
+    return _round_bits(np.ascontiguousarray(x), dtype).reshape(x.shape)  # NumPy gives a number without axes one
 
 
 def _round_bits(x: Floats, dtype: str) -> Floats:
