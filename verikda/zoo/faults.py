@@ -139,8 +139,15 @@ class Fault(Enum):
     TAIL_SKIPPED = _I("tail", "partial last chunk not computed when T > C", (), "T > C, T % C > 0")
     TAIL_SHORT_SEQUENCE = _I("tail", "T < C: output without h0", ("ATOM #1750",), "T < C with h0")
     TAIL_OF_17 = _I("tail", "tail of 17 rows: gC taken from row 15", ("flashinfer #4311",), "T % C = 17")
+    # 2.2e-3 is about half a spacing of bfloat16, and 8 of a block's 63 rows are off: alone that is 0.3 noise floors in
+    # bfloat16 and 1.6 in float16, no more than honest rounding, but over 2000 in float32. Only relations on bits see it
+    # in 16-bit types: the same rows in a longer call are others.
     TAIL_OF_63_ROW_REMAP = _I(
-        "tail", "63 rows: state part of rows 4..11 off by 2.2e-3", ("aiter #4523",), "T = 63 with h0"
+        "tail",
+        "63 rows: state part of rows 4..11 off by 2.2e-3",
+        ("aiter #4523",),
+        "T = 63 with h0; by value in float32 only",
+        kills=("floor", "length", "integers"),
     )
     TAIL_OF_13_LAST_TOKEN = _I("tail", "tail of 13 rows: last token's output without its chunk", (), "T % C = 13")
 
