@@ -393,7 +393,8 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             for (int i = 1; i < share; i *= 2) dot += shfl_xor(dot, i);
             if (tid() % share == 0) {
                 const int d = tid() / share;
-                carried[d] = dot * before[(NB - 1) * 64 + d] * pass[(NB - 1) * 64 + d];
+                const int at_last = (c.rows - 1) / 16 * 64 + d;  // exp gC as the last row has it, see prepare.cu
+                carried[d] = dot * (before[at_last] * pass[at_last]);
             }
         }
         sync();  // the last tiles are read; their place takes the totals and g of the next slice

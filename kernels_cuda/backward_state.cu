@@ -171,17 +171,22 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
                 if (s == 0) store_tile<T, C, BV>(to, strideV, sU, ldv, rows, columns, mover, L::movers);
                 continue;
             }
-            // dS grows by Qg^T dO - W^T dU: the second product is taken from its negative.
+            // dS grows by Qg^T dO - W^T dU, each added once: see state.cu.
             float change[MT][NT_][4];
+            clear(change);
+            warp_mma<T, L::rows, L::columns, C, TN>(change, tile + s0, ld, o + e0, ldv);
             if constexpr (Gated) {
                 const float* const fall = sdecay + (tile - ring) / L::buffer * KS + s0;
-                for_each_acc(dS[s], [&](int row, int, float& x) { x *= fall[row]; });
-            }
-            if constexpr (Gated && !apart) {
-                warp_mma<T, L::rows, L::columns, C, TN>(dS[s], tile + s0, ld, o + e0, ldv);
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int n = 0; n < NT_; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            float& x = dS[s][m][n][i];
+                            x = fma(x, fall[16 * m + frag_row(lane(), i)], change[m][n][i]);
+                        }
             } else {
-                clear(change);
-                warp_mma<T, L::rows, L::columns, C, TN>(change, tile + s0, ld, o + e0, ldv);
                 add(dS[s], change, q_scale);
             }
             clear(change);

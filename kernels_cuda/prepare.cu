@@ -257,6 +257,12 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     store_pair<Whole>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
                 }
                 products.diagonal += sum_lanes(dot);
+                // exp gC is the factor of W's last row to the bit: with beta near 1 all but 1 - beta of one cancels the other.
+                if (decay && group == (rows - 1) / 8) {
+                    float* const to = decay + (i64(chunk_index) * HV + head) * K + channel;
+                    if (count > 0) to[0] = f0.value() * e0;
+                    if (count > 1) to[1] = f1.value() * e1;
+                }
             }
             {
                 // after: sum over the rows after this group's; gap[d]: over those before the block d later.
@@ -270,9 +276,6 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                         if (block + d < blocks) after[j] += total[128 * (block + d) + j] + total[128 * (block + d) + 64 + j];
                     }
                 }
-                if (decay && group == 0)
-                    for (int j = 0; j < min(count, 2); ++j)
-                        decay[(i64(chunk_index) * HV + head) * K + channel + j] = exp_decay<T>(total[j] + after[j]);
                 const float t0 = exp_decay<T>(after[0]), t1 = exp_decay<T>(after[1]);
                 T* const to_K = Kg + atK;
                 Fall<T> f0, f1;

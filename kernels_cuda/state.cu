@@ -211,21 +211,19 @@ void chunk_state(const T* W, const T* U, const T* Kg, const T* Qg, const T* Aqk,
                                                     lane(), 32);
                 }
             }
-            if constexpr (Gated)
+            // Added once: a tensor core cuts the sum off after each product, and a large state would lose to many small terms.
+            float gain[MT][NT_][4];
+            clear(gain);
+            warp_mma<T, KS / 4, 8 * NT_, C, TN>(gain, tile + s0, ld, sV + e0, ldv);
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
+            for (int m = 0; m < MT; ++m)
 #pragma unroll
-                    for (int j = 0; j < NT_; ++j)
+                for (int j = 0; j < NT_; ++j)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) S[s][m][j][i] *= fall[s][m][i / 2];
-            if constexpr (is_16bit<T>) {
-                warp_mma<T, KS / 4, 8 * NT_, C, TN>(S[s], tile + s0, ld, sV + e0, ldv);
-            } else {  // added once too
-                float gain[MT][NT_][4];
-                clear(gain);
-                warp_mma<T, KS / 4, 8 * NT_, C, TN>(gain, tile + s0, ld, sV + e0, ldv);
-                add(S[s], gain);
-            }
+                    for (int i = 0; i < 4; ++i) {
+                        float& x = S[s][m][j][i];
+                        x = Gated ? fma(x, fall[s][m][i / 2], gain[m][j][i]) : x + gain[m][j][i];
+                    }
             copy_state(s);
         }
     }

@@ -2,7 +2,7 @@
 //
 // Results are bit-equal to the device for exchange, ldmatrix, cp.async and conversions (NaN included). Where the device
 // approximates (exp2, rsqrtf, log2f, exp, log1p) the host is the C library's, within 1 ulp. mma adds its sixteen exact
-// products and the accumulator in double and rounds once: the tensor core's own rounding is not imitated.
+// products and the accumulator in double and rounds once; with VK_TRUNCATE it cuts bits off instead, as tensor cores do.
 #pragma once
 #include "runtime.hpp"
 
@@ -160,6 +160,15 @@ template <int Matrices, bool Transposed> VK_CALL void ldmatrix(const char* op, u
     });
 }
 
+// What an accumulator keeps of an exact sum. VK_TRUNCATE: bits are cut off, as tensor cores do, and not rounded.
+inline float accumulated(double exact) {
+    const float y = float(exact);
+#ifdef VK_TRUNCATE
+    if (__builtin_fabs(double(y)) > __builtin_fabs(exact)) return as_float(as_u32(y) - 1);
+#endif
+    return y;
+}
+
 template <class T> float value16(u32 bits) {
     if constexpr (is_same<T, f16>) return f16_value(u16(bits));
     else return as_float(bits << 16);
@@ -214,7 +223,7 @@ VK_CALL void mma16816(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site 
             }
             for (int n = 0; n < 8; ++n) {
                 float& c = static_cast<const Registers*>(slots[4 * (i % 8) + n / 2])->d[n % 2 + 2 * (i / 8)];
-                c = float(double(c) + sum[n]);
+                c = host::accumulated(double(c) + sum[n]);
             }
         }
     });

@@ -22,7 +22,8 @@ from verikda.inputs import make_call
 # (file, right, wrong), and the outputs of which at least one must leave the floor.
 FAULTS: dict[str, tuple[str, str, str, set[str]]] = {
     "decay of the state's gradient left out": (
-        "backward_state.cu", "x *= fall[row];", "x *= 1.f + 0.f * fall[row];", {"dh0", "dk", "dv"}),
+        "backward_state.cu", "x = fma(x, fall[16 * m + frag_row(lane(), i)],", "x = fma(x, 1.f + 0.f * fall[m],",
+        {"dh0", "dk", "dv"}),
     "W^T dU added": ("backward_state.cu", "add(dS[s], change, -1.f);", "add(dS[s], change, 1.f);", {"dh0", "dv"}),
     "dU without its part from the output": ("backward_state.cu", "if (i >= r0)", "if (i > r0)", {"dv", "dk"}),
     "dA without its part from W": (
@@ -56,6 +57,24 @@ def test_planted_fault_leaves_the_floor(fault: str, tmp_path: Path) -> None:
     judgement = judge(out, dtypes, call.problem, contract_of(call), backward=True)
     bad = {name for name, x in judgement.outputs.items() if x.ratio is not None and x.ratio > LIMIT}
     assert bad & seen, {name: x.ratio for name, x in judgement.outputs.items()}
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_what_cancels_has_one_factor(fault: bool, tmp_path: Path) -> None:
+    """With beta near 1 a decay of the chunk that is not the last row's to the bit leaves the floor.
+
+    Keys are unit vectors, and the one that comes last in a chunk is written there with 1 - beta = 2e-4.
+    """
+    other_sum = ("prepare.cu", "to[0] = f0.value() * e0;", "to[0] = exp_decay<T>(before[0] + total[64 * group]);")
+    knobs: dict[str, Any] = {"key_regime": "orthogonal", "beta_regime": "near_one", "value_regime": "converged"}
+    case = Case(
+        lengths=(65,), heads=2, K=32, chunk_size=32, dtype="float32", do_regime="last_token_only", seed=2, **knobs
+    )
+    call = make_call(case, backward=True)
+    out, dtypes = run_backward(planted(tmp_path, [other_sum]) if fault else Host(), call)
+    judgement = judge(out, dtypes, call.problem, contract_of(call), backward=True)
+    ratios = {name: x.ratio for name, x in judgement.outputs.items()}
+    assert any(x is not None and x > LIMIT for x in ratios.values()) == fault, ratios
 
 
 def test_missing_barrier_is_seen_by_the_order_of_threads(tmp_path: Path) -> None:

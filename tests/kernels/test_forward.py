@@ -17,6 +17,7 @@ from kernels_cuda.modules import Backend, Host, load
 from oracles.arithmetic import Exact, Stochastic
 from oracles.chunked import emulate
 from oracles.contract import Contract, chunked32, storage16
+from oracles.recurrence import forward as forward_truth
 from verikda.call import Call
 from verikda.case import Case
 from verikda.floor import LIMIT, judge
@@ -282,7 +283,7 @@ LATER = "(s < 8 ? exp(fall[7][0]) : 1.f)"  # in float calls, which keep sums of 
 FAULTS: dict[str, list[tuple[str, str, str]]] = {
     "a block between is forgotten": [("prepare.cu", "gap[d][j] = exp_decay<T>(after[j])", "gap[d][j] = 1.f")],
     "inverse without its last sum": [("inverse.cuh", "for (int e = 0; e < d; ++e)", "for (int e = 0; e < 1; ++e)")],
-    "decay of the state left out": [("state.cu", "*= fall[s][m][i / 2]", "*= 1.f")],
+    "decay of the state left out": [("state.cu", "fma(x, fall[s][m][i / 2], gain", "fma(x, 1.f, gain")],
     "total of another channel": [("prepare.cu", "total[64 * group] = sum[0];", "total[64 * group] = sum[1];")],
     "operands rounded once": [("pair.cuh", "lo = bf16x2_round(x - ", "lo = 0u * bf16x2_round(x - ")],
     "small beta in float16": [("prepare.cu", "power = small_power<T>(b)", "power = 1.f")],
@@ -351,3 +352,21 @@ def test_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     cut = {name: getattr(p, name)[:, :13] for name in ("q", "k", "v", "g", "beta")}
     shorter = run_forward(backend, replace(call, problem=replace(p, **cut)))
     assert shorter["o"].tobytes() != out["o"][:, :13].tobytes()
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_large_state_keeps_its_digits_where_tensor_cores_cut_bits_off(fault: bool, tmp_path: Path) -> None:
+    """Many chunks that add next to nothing: a state that is itself the accumulator loses a bit at each of them."""
+    truncating: dict[str, Any] = {"defines": ("VK_TRUNCATE",)}
+    onto_state = [
+        ("state.cu", "            clear(gain);\n",
+         "            for (int m = 0; m < MT; ++m) for (int j = 0; j < NT_; ++j) for (int i = 0; i < 4; ++i)\n"
+         "                gain[m][j][i] = S[s][m][j][i] * fall[s][m][i / 2];\n"),
+        ("state.cu", "x = Gated ? fma(x, fall[s][m][i / 2], gain[m][j][i]) :", "x = Gated ? gain[m][j][i] :"),
+    ]  # fmt: skip
+    backend = planted(tmp_path, onto_state, **truncating) if fault else Host(**truncating)
+    knobs: dict[str, Any] = {"gate_regime": "zero", "key_regime": "small", "beta_regime": "tiny", "h0": "large"}
+    call = make_call(Case(lengths=(512,), K=16, V=16, chunk_size=16, dtype="bfloat16", **knobs), backward=False)
+    truth = forward_truth(call.problem)["ht"]
+    error = np.abs(run_forward(backend, call)["ht"] - truth).max() / np.abs(truth).max()
+    assert (error > 4 * 2.0**-24) == fault, error
