@@ -90,8 +90,9 @@ template <int blocks> VK_DEVICE void float_column(float* A, const float* M, int 
     }
 }
 
-// All C / 16 first warps at least. M, A: C x C of pitch `ld`, a multiple of 4. Of M only what is below the diagonal is read. Inside the blocks
-// on the diagonal the upper triangle of A becomes 0; blocks above the diagonal are undefined. Ends without a barrier.
+// All C / 16 first warps at least. M, A: C x C of pitch `ld`, a multiple of 4, aligned to 16 bytes. Of M only what is below
+// the diagonal counts. Inside the blocks on the diagonal the upper triangle of A becomes 0; blocks above the diagonal are
+// undefined. Ends without a barrier.
 template <class T, int C> VK_DEVICE void invert(float* A, const float* M, int ld) {
     constexpr int blocks = C / 16;
     const int b = warp();
@@ -104,9 +105,14 @@ template <class T, int C> VK_DEVICE void invert(float* A, const float* M, int ld
         for (int i = 0; i < 16; ++i) {
             float even = i == column ? 1.f : 0.f, odd = 0.f;
 #pragma unroll
-            for (int j = 0; j < i; ++j) {
-                if (j % 2) odd = fma(-m[i * ld + j], x[j], odd);
-                else even = fma(-m[i * ld + j], x[j], even);
+            for (int j = 0; j < i; j += 4) {
+                const u128 four = ld128(m + i * ld + j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    if (j + e >= i) continue;
+                    if (e % 2) odd = fma(-as_float(four.w[e]), x[j + e], odd);
+                    else even = fma(-as_float(four.w[e]), x[j + e], even);
+                }
             }
             x[i] = even + odd;
             if (lane() < 16) out[i * ld + column] = x[i];

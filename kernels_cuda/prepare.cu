@@ -99,11 +99,6 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     constexpr int ld = S::ld, ldm = S::ldm, lda = pitch<T>(C), blocks = C / 16, groups = C / 8, threads = S::threads;
     using E = typename S::E;
     E* const operands = reinterpret_cast<E*>(shared);
-    float* const sM = reinterpret_cast<float*>(shared);
-    float* const sA = reinterpret_cast<float*>(shared + S::square);
-    T* const sAqk = reinterpret_cast<T*>(sA);
-    T* const sAb = reinterpret_cast<T*>(sM);
-    T* const sx = reinterpret_cast<T*>(shared + S::x + warp() * S::own);
     float* const totals = reinterpret_cast<float*>(shared + S::totals);  // [2][groups][64]
     float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|, beta / power, power
 
@@ -112,15 +107,14 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     if (chunk.rows == 0) return;
     const int rows = chunk.rows;
     // Inside a chunk offsets fit 32 bits, its start needs 64.
-    const int strideQ = H * K, strideK = HV * K, strideV = HV * V, strideC = HV * C;
+    const int strideQ = H * K, strideK = HV * K;
     const i64 rowQ = chunk.token * strideQ + head / share * K, rowK = chunk.token * strideK + head * K;
-    const i64 rowV = chunk.token * strideV + head * V, rowC = chunk.token * strideC + head * C;
-    const i64 rowB = chunk.token * HV + head;
     const Gate gate{g, A_log, dt_bias, lower_bound, Kind, g_is_float};
     const int group = warp(), block = group / 2, half = group % 2, first_row = 8 * group, alive = rows - first_row;
 
     if (tid() < C) {
         const int r = tid();
+        const i64 rowB = chunk.token * HV + head;
         const float b = r < rows ? write_strength(load_either<T>(beta, rowB + r * HV, beta_is_float), beta_kind) : 0.f;
         sbeta[r] = b;
         const float power = small_power<T>(b);
@@ -132,7 +126,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll 1
         for (int i = 0; i < 2; ++i)
             inverse_norms<Whole>(sbeta + (1 + i) * C + first_row, (i ? k : q) + rowQ + first_row * strideQ, strideQ, alive, K);
-    sync();
+    if (qk_norm) syncwarp();  // a warp reads the norms of its own rows; beta is read many barriers later
 
     typename Intra<Gated, T, C>::type products;
     products.clear();
@@ -238,8 +232,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                 const float start1 = half ? exp_decay<T>(total[64 * (group - half) + 1]) : 1.f;
                 E* const row_q = sq + (first_row - 16) * ld + 2 * lane();
                 E* const row_k = sk + (first_row - 16) * ld + 2 * lane();
-                T* const to_W = W + atK;
-                T* const to_Q = Qg + atK;
+                T* to_W = W + atK;
+                T* to_Q = Qg + atK;
                 Fall<T> f0, f1;
                 float dot[8];
 #pragma unroll
@@ -253,8 +247,9 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                         Factor<T>::put(row_k + i * ld, S::plane, k0 * start0, k1 * start1);
                     }
                     const int n = i < live ? count : 0;
-                    store_pair<Whole>(to_Q + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
-                    store_pair<Whole>(to_W + i * strideK, round_pair<T>(k0 * e0, k1 * e1), n);
+                    store_pair<Whole>(to_Q, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
+                    store_pair<Whole>(to_W, round_pair<T>(k0 * e0, k1 * e1), n);
+                    to_Q += strideK, to_W += strideK;
                 }
                 products.diagonal += sum_lanes(dot);
                 // exp gC is the factor of W's last row to the bit: with beta near 1 all but 1 - beta of one cancels the other.
@@ -277,13 +272,14 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     }
                 }
                 const float t0 = exp_decay<T>(after[0]), t1 = exp_decay<T>(after[1]);
-                T* const to_K = Kg + atK;
+                T* to_K = Kg + atK + 7 * strideK;
                 Fall<T> f0, f1;
 #pragma unroll
                 for (int i = 7; i >= 0; --i) {
                     const pair32 w = unpack<T>(x.k[i]);
                     const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
-                    store_pair<Whole>(to_K + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
+                    store_pair<Whole>(to_K, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
+                    to_K -= strideK;
 #pragma unroll
                     for (int d = 1; d < blocks; ++d)
                         if (block + d < blocks) {
@@ -316,6 +312,14 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         }
     }
     sync();
+
+    float* const sM = reinterpret_cast<float*>(shared);
+    float* const sA = reinterpret_cast<float*>(shared + S::square);
+    T* const sAqk = reinterpret_cast<T*>(sA);
+    T* const sAb = reinterpret_cast<T*>(sM);
+    T* const sx = reinterpret_cast<T*>(shared + S::x + warp() * S::own);
+    const int strideV = HV * V, strideC = HV * C;
+    const i64 rowV = chunk.token * strideV + head * V, rowC = chunk.token * strideC + head * C;
 
     // Each warp multiplies columns of V, then of exp Gamma * K, which lie where W will.
     const int v_units = ceil_div(V, S::width), units = v_units + ceil_div(K, S::width);
