@@ -301,7 +301,7 @@ def _slices(dtype: str, KP: int) -> tuple[int, int]:
 def prepare_shared(dtype: str, chunk: int) -> int:
     """Bytes of PrepareShape in prepare.cu."""
     size, wide = BYTES[dtype], dtype == "float32"
-    operands = 3 * chunk * (64 + 16 // size) * 4
+    operands = 3 * chunk * (64 * size + 16)
     own = chunk * ((16 if wide else 32) + 16 // size) * size
     return max(operands, 8 * chunk * (chunk + 8) + chunk // 8 * own) + 64 * chunk + 5 * chunk * 4
 
@@ -328,7 +328,7 @@ def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int,
         return step[BV] * -(-call.N * call.HV * -(-call.V // BV) // processors)
 
     for BV in sorted(widths, key=time):
-        for R in (3, 2, 1) if BV == min(widths) else (3, 2):
+        for R in (3, 2) if BV > min(widths) else (3, 2, 1):
             if state_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
                 return BV, R, 8 if BV == 128 else 4
     raise ValueError(f"chunk {call.chunk} with K={call.K} needs more than {shared_limit} bytes of shared memory")

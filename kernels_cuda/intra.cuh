@@ -11,12 +11,9 @@
 //   i = j                                        no decay: fused multiply-adds of q and k themselves
 //
 // So every pair is found at exactly one level, every factor is a product of the decays between anchor and row, and at each
-// level a row is either an i or a j.
-//
-// For 16-bit calls an operand is x = hi + lo in bf16 (float's range, relative error 2^-17), and a product is
-// hi hi + hi lo + lo hi on the tensor core. Operands rounded to T once were tried: over 168 inputs the error of o grew by
-// only 4 %, but where few terms count and a large row of q meets channels that cancel, o was off by 5 times the noise floor,
-// because the error follows the terms of the sum and not the entry of Aqk that is stored.
+// level a row is either an i or a j. Operands are rounded to T once: the site QK of the contract `operands16`. Keeping 16 bits
+// of them (x = hi + lo in bf16, three products for one) makes the error of o 4 % smaller over 168 inputs, and five times
+// where few terms count and a large row of q meets channels that cancel: then it follows the terms and not their sum.
 #pragma once
 #include "gate.cuh"
 #include "pair.cuh"
@@ -49,41 +46,6 @@ VK_DEVICE float sum_lanes(float (&x)[8]) {
     return y + shfl_xor(y, 1);
 }
 
-// Tiles of operands: `planes` of E, a plane apart.
-template <class T> struct Factor {
-    using E = bf16;
-    static constexpr int planes = 2;
-    static VK_DEVICE void put(E* to, int plane, float x, float y) {
-        u32 hi, lo;
-        split_pair(hi, lo, x, y);
-        *reinterpret_cast<u32*>(to) = hi;
-        *reinterpret_cast<u32*>(to + plane) = lo;
-    }
-    // acc += A B^T, 16 rows of A, 8 rows of B, 64 channels.
-    static VK_DEVICE void multiply(float (&acc)[4], const E* A, const E* B, int ld, int plane) {
-#pragma unroll
-        for (int k = 0; k < 64; k += 16) {
-            u32 a[4], b[2], lo[4];
-            load_a<false>(a, A, ld, 0, k);
-            load_b<true>(b, B, ld, k, 0);
-            load_a<false>(lo, A + plane, ld, 0, k);
-            mma16816<bf16>(acc, lo, b);
-            u32 b_lo[2];
-            load_b<true>(b_lo, B + plane, ld, k, 0);
-            mma16816<bf16>(acc, a, b_lo);
-            mma16816<bf16>(acc, a, b);
-        }
-    }
-};
-template <> struct Factor<float> {
-    using E = float;
-    static constexpr int planes = 1;
-    static VK_DEVICE void put(E* to, int, float x, float y) { *reinterpret_cast<pair32*>(to) = pair32{x, y}; }
-    static VK_DEVICE void multiply(float (&acc)[4], const E* A, const E* B, int ld, int) {
-        warp_mma<float, 16, 8, 64, NT>(reinterpret_cast<float (&)[1][1][4]>(acc), A, ld, B, ld);
-    }
-};
-
 // Eight rows, two channels of one lane: a warp holds 8 rows by 64 channels, one half of a 16-row block.
 template <class T> struct RowGroup {
     Pair<T> q[8], k[8];
@@ -91,7 +53,7 @@ template <class T> struct RowGroup {
 
     // This half's share of a level's operands, 24 rows at `tile`, this lane's channels: rows 0..7 are the q of the upper
     // rows, 8..15 their k, 16..23 the k of the lower rows.
-    template <int s> VK_DEVICE void level(typename Factor<T>::E* tile, int ld, int plane, int half) const {
+    template <int s> VK_DEVICE void level(T* tile, int ld, int half) const {
         constexpr int groups = s == 8 ? 1 : 4 / s;
         tile += s == 8 ? 0 : 4 * half * ld;
 #pragma unroll
@@ -102,8 +64,8 @@ template <class T> struct RowGroup {
                 for (int j = 0; j < s; ++j) {
                     const int i = s == 8 ? j : group * 2 * s + s + j, row = group * s + j;
                     x.then(fall[i][0]), y.then(fall[i][1]);
-                    put(tile + row * ld, plane, q[i], x.value(), y.value());
-                    put(tile + (row + 8) * ld, plane, k[i], x.value(), y.value());
+                    put(tile + row * ld, q[i], x.value(), y.value());
+                    put(tile + (row + 8) * ld, k[i], x.value(), y.value());
                 }
             }
             if (s < 8 || half == 0) {
@@ -111,16 +73,16 @@ template <class T> struct RowGroup {
 #pragma unroll
                 for (int j = s - 1; j >= 0; --j) {
                     const int i = group * 2 * s + j, row = group * s + j;
-                    put(tile + (row + 16) * ld, plane, k[i], x.value(), y.value());
+                    put(tile + (row + 16) * ld, k[i], x.value(), y.value());
                     x.then(fall[i][0]), y.then(fall[i][1]);
                 }
             }
         }
     }
 
-    static VK_DEVICE void put(typename Factor<T>::E* to, int plane, const Pair<T>& p, float x, float y) {
+    static VK_DEVICE void put(T* to, const Pair<T>& p, float x, float y) {
         const pair32 u = unpack<T>(p);
-        Factor<T>::put(to, plane, u.x * x, u.y * y);
+        *reinterpret_cast<Pair<T>*>(to) = round_pair<T>(u.x * x, u.y * y);
     }
 };
 
@@ -129,18 +91,15 @@ template <class T> struct RowGroup {
 template <class T, int C> struct IntraProducts {
     static constexpr int blocks = C / 16, pairs = blocks * (blocks - 1) / 2, warps = C / 8;
     static constexpr int share = ceil_div(4 * pairs, warps);
-    using E = typename Factor<T>::E;
-    float inside[2][4];
-    float below[max(share, 1)][4];
+    float inside[2][1][1][4];
+    float below[max(share, 1)][1][1][4];
     float diagonal;  // of row lane / 4 of the warp's eight
 
     VK_DEVICE void clear() {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            inside[0][i] = inside[1][i] = 0.f;
+        for (int i = 0; i < 2; ++i) vk::clear(inside[i]);
 #pragma unroll
-            for (int u = 0; u < max(share, 1); ++u) below[u][i] = 0.f;
-        }
+        for (int i = 0; i < max(share, 1); ++i) vk::clear(below[i]);
         diagonal = 0.f;
     }
 
@@ -152,20 +111,20 @@ template <class T, int C> struct IntraProducts {
     static VK_DEVICE constexpr int column_block(int pair) { return pair - pair_of(0, distance(pair)); }
 
     // Level 0, 1, 2, 3 (s = 1, 2, 4, 8) is accumulated by the warp of half level % 2.
-    VK_DEVICE void add_inside(int level, const E* tile, int ld, int plane) {
-        if (level % 2 == warp() % 2) Factor<T>::multiply(inside[level / 2], tile, tile + 16 * ld, ld, plane);
+    VK_DEVICE void add_inside(int level, const T* tile, int ld) {
+        if (level % 2 == warp() % 2) warp_mma<T, 16, 8, 64, NT>(inside[level / 2], tile, ld, tile + 16 * ld, ld);
     }
 
     // q, k: rows 16.. of the chunk, decayed from the start of their block. columns: 16 rows of k for each pair of blocks,
     // decayed to the start of the pair's upper block.
-    VK_DEVICE void add_below(const E* q, const E* k, const E* columns, int ld, int plane) {
+    VK_DEVICE void add_below(const T* q, const T* k, const T* columns, int ld) {
 #pragma unroll
         for (int i = 0; i < share; ++i) {
             const int unit = share * warp() + i, pair = unit / 4;
             if (unit >= 4 * pairs) continue;
             const int a = column_block(pair) + distance(pair);
-            Factor<T>::multiply(below[i], (unit / 2 % 2 ? k : q) + 16 * (a - 1) * ld,
-                                columns + (16 * pair + 8 * (unit % 2)) * ld, ld, plane);
+            warp_mma<T, 16, 8, 64, NT>(below[i], (unit / 2 % 2 ? k : q) + 16 * (a - 1) * ld, ld,
+                                       columns + (16 * pair + 8 * (unit % 2)) * ld, ld);
         }
     }
 
@@ -181,7 +140,7 @@ template <class T, int C> struct IntraProducts {
             for (int i = 0; i < 2; ++i)
                 if (group == (j + i) >> bits)
 #pragma unroll
-                    for (int of_l = 0; of_l < 2; ++of_l) put(of_l, r, row + j + i + (group << bits), inside[n][2 * of_l + i]);
+                    for (int of_l = 0; of_l < 2; ++of_l) put(of_l, r, row + j + i + (group << bits), inside[n][0][0][2 * of_l + i]);
         }
         if (lane() % 4 == 0) put(0, 8 * warp() + g, 8 * warp() + g, diagonal);
 #pragma unroll
@@ -189,8 +148,8 @@ template <class T, int C> struct IntraProducts {
             const int unit = share * warp() + u, b = column_block(unit / 4), of_l = unit / 2 % 2;
             if (unit >= 4 * pairs) continue;
             const int column = 16 * b + 8 * (unit % 2) + j, r = 16 * (b + distance(unit / 4)) + g;
-            pair(of_l, r, column, below[u][0], below[u][1]);
-            pair(of_l, r + 8, column, below[u][2], below[u][3]);
+            pair(of_l, r, column, below[u][0][0][0], below[u][0][0][1]);
+            pair(of_l, r + 8, column, below[u][0][0][2], below[u][0][0][3]);
         }
     }
 };

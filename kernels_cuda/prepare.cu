@@ -22,11 +22,10 @@
 namespace vk {
 
 template <class T, int C> struct PrepareShape {
-    using E = typename Factor<T>::E;
     static constexpr int blocks = C / 16, warps = C / 8, threads = 32 * warps;
     static constexpr int ld = pitch<T>(64), ldm = C + 8, width = is_16bit<T> ? 32 : 16, ldx = pitch<T>(width);
     // Operands, in turn: of levels 1 and 2, of levels 4 and 8, of what lies below; without a gate q and k.
-    static constexpr int plane = 3 * C * ld, operands = Factor<T>::planes * plane * int(sizeof(E));
+    static constexpr int operands = 3 * C * ld * int(sizeof(T));
     // In their place later: M and A, then a tile of each warp's columns of V or exp Gamma * K.
     static constexpr int square = C * ldm * 4, own = C * ldx * int(sizeof(T)), x = 2 * square;
     static constexpr int totals = max(operands, x + warps * own), vectors = totals + 2 * warps * 64 * 4;
@@ -97,8 +96,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     using S = PrepareShape<T, C>;
     constexpr bool Gated = Kind != 0;
     constexpr int ld = S::ld, ldm = S::ldm, lda = pitch<T>(C), blocks = C / 16, groups = C / 8, threads = S::threads;
-    using E = typename S::E;
-    E* const operands = reinterpret_cast<E*>(shared);
+    T* const operands = reinterpret_cast<T*>(shared);
     float* const totals = reinterpret_cast<float*>(shared + S::totals);  // [2][groups][64]
     float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|, beta / power, power
 
@@ -208,30 +206,30 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll
                 for (int j = 0; j < 2; ++j) x.fall[i][j] = Fall<T>::of(x.fall[i][j]);
 
-            E* const tile = operands + 48 * block * ld;  // of one level; the next one's follows
-            E* const mine = tile + 2 * lane();
-            x.template level<1>(mine, ld, S::plane, half);
-            x.template level<2>(mine + 24 * ld, ld, S::plane, half);
+            T* const tile = operands + 48 * block * ld;  // of one level; the next one's follows
+            T* const mine = tile + 2 * lane();
+            x.template level<1>(mine, ld, half);
+            x.template level<2>(mine + 24 * ld, ld, half);
             sync();
-            products.add_inside(0, tile, ld, S::plane);
-            products.add_inside(1, tile + 24 * ld, ld, S::plane);
+            products.add_inside(0, tile, ld);
+            products.add_inside(1, tile + 24 * ld, ld);
             sync();
-            x.template level<4>(mine, ld, S::plane, half);
-            x.template level<8>(mine + 24 * ld, ld, S::plane, half);
+            x.template level<4>(mine, ld, half);
+            x.template level<8>(mine + 24 * ld, ld, half);
             sync();
-            products.add_inside(2, tile, ld, S::plane);
-            products.add_inside(3, tile + 24 * ld, ld, S::plane);
+            products.add_inside(2, tile, ld);
+            products.add_inside(3, tile + 24 * ld, ld);
             sync();
 
-            E* const sq = operands;
-            E* const sk = sq + (C - 16) * ld;
-            E* const scolumns = sk + (C - 16) * ld;
+            T* const sq = operands;
+            T* const sk = sq + (C - 16) * ld;
+            T* const scolumns = sk + (C - 16) * ld;
             {
                 const float e0 = exp_decay<T>(before[0]), e1 = exp_decay<T>(before[1]);
                 const float start0 = half ? exp_decay<T>(total[64 * (group - half)]) : 1.f;
                 const float start1 = half ? exp_decay<T>(total[64 * (group - half) + 1]) : 1.f;
-                E* const row_q = sq + (first_row - 16) * ld + 2 * lane();
-                E* const row_k = sk + (first_row - 16) * ld + 2 * lane();
+                T* const row_q = sq + (first_row - 16) * ld + 2 * lane();
+                T* const row_k = sk + (first_row - 16) * ld + 2 * lane();
                 T* to_W = W + atK;
                 T* to_Q = Qg + atK;
                 Fall<T> f0, f1;
@@ -243,8 +241,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     dot[i] = fma(u.x, w.x, u.y * w.y);
                     const float q0 = u.x * f0.value(), q1 = u.y * f1.value(), k0 = w.x * f0.value(), k1 = w.y * f1.value();
                     if (block > 0) {
-                        Factor<T>::put(row_q + i * ld, S::plane, q0 * start0, q1 * start1);
-                        Factor<T>::put(row_k + i * ld, S::plane, k0 * start0, k1 * start1);
+                        *reinterpret_cast<Pair<T>*>(row_q + i * ld) = round_pair<T>(q0 * start0, q1 * start1);
+                        *reinterpret_cast<Pair<T>*>(row_k + i * ld) = round_pair<T>(k0 * start0, k1 * start1);
                     }
                     const int n = i < live ? count : 0;
                     store_pair<Whole>(to_Q, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
@@ -284,13 +282,14 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     for (int d = 1; d < blocks; ++d)
                         if (block + d < blocks) {
                             const int r = 16 * IntraProducts<T, C>::pair_of(block, d) + 8 * half + i;
-                            Factor<T>::put(scolumns + r * ld + 2 * lane(), S::plane, k0 * gap[d][0], k1 * gap[d][1]);
+                            *reinterpret_cast<Pair<T>*>(scolumns + r * ld + 2 * lane()) =
+                                round_pair<T>(k0 * gap[d][0], k1 * gap[d][1]);
                         }
                     f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
                 }
             }
             sync();
-            products.add_below(sq, sk, scolumns, ld, S::plane);
+            products.add_below(sq, sk, scolumns, ld);
         } else {
             T* const sq = reinterpret_cast<T*>(shared);
             T* const sk = sq + C * ld;

@@ -69,7 +69,7 @@ def test_what_it_says_of_itself(no_gpu):
     assert target.name == "verikda"
     assert target.capabilities == Capabilities()
     assert target.contract(calls.make("float32", chunk_size=32)).name == "float32-c32"
-    assert target.contract(calls.make("bfloat16", chunk_size=16)).name == "storage-bfloat16-c16"
+    assert target.contract(calls.make("bfloat16", chunk_size=16)).name == "operands-bfloat16-c16"
     assert {"verikda", "verikda:host", "verikda:cuda"} <= {line.name for line in available()}
 
 
