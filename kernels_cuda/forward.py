@@ -327,8 +327,9 @@ def state_tiles(call: Forward, shared_limit: int, processors: int) -> tuple[int,
     def time(BV: int) -> float:
         return step[BV] * -(-call.N * call.HV * -(-call.V // BV) // processors)
 
+    narrowest = min(widths)
     for BV in sorted(widths, key=time):
-        for R in (3, 2) if BV > min(widths) else (3, 2, 1):
+        for R in (3, 2, 1) if narrowest == BV else (3, 2):
             if state_shared(call.dtype, call.chunk, call.KP, BV, R) <= shared_limit:
                 return BV, R, 8 if BV == 128 else 4
     raise ValueError(f"chunk {call.chunk} with K={call.K} needs more than {shared_limit} bytes of shared memory")
