@@ -148,6 +148,49 @@ def replay(file: Path, target: str | None, snippet: Path | None, contract: str |
 
 
 @main.command()
+@click.argument("target", required=False)
+@click.option("--kill-matrix", is_flag=True, help="Search every planted fault with each seed.")
+@click.option("--compare", is_flag=True, help="Judge the planted faults with the tests in use today (needs torch).")
+@click.option("--fault", "faults", multiple=True, help="Only this planted fault; may be given several times.")
+@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Seeds of the kill matrix.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes of the kill matrix.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path),
+    help="Append every result to this JSON Lines file; what is in it already is not run again.",
+)
+@click.option("--report", type=click.Path(path_type=Path), help="Write the results as Markdown to this file.")
+@click.option(
+    "--findings",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_FINDINGS,
+    show_default=True,
+    help="Folder of findings on TARGET.",
+)
+@clear_errors
+def zoo(
+    target: str | None,
+    kill_matrix: bool,
+    compare: bool,
+    faults: tuple[str, ...],
+    seeds: int,
+    jobs: int,
+    json_path: Path | None,
+    report: Path | None,
+    findings: Path,
+) -> int:
+    """Try the known faults of such kernels on TARGET, or show that verikda finds them.
+
+    TARGET, `verikda` if left out, runs one small case for each kind of fault in the zoo: which of them does it have?
+    With --kill-matrix or --compare no target is run but the zoo itself, faults planted in a healthy implementation.
+    """
+    from verikda.zoo.command import zoo_command
+
+    return zoo_command(target, kill_matrix, compare, faults, seeds, jobs, json_path, report, findings)
+
+
+@main.command()
 @clear_errors
 def targets() -> int:
     """List the targets that can be checked here, and why others cannot."""

@@ -9,7 +9,7 @@ from typing import Any
 from verikda import show
 from verikda.environment import environment
 from verikda.record import Record
-from verikda.zoo import kills, matrix, report, rivals
+from verikda.zoo import kills, matrix, page, rivals, tables
 from verikda.zoo.specimens import HEALTHY, SPECIMENS, specimen
 
 PASS, FAIL = 0, 1
@@ -47,9 +47,9 @@ def kill_matrix(names: Iterable[str], seeds: int, jobs: int, json_path: Path | N
     finally:
         record.close()
     results = [k for k in matrix.kills(lines) if k.specimen in (*wanted, HEALTHY.name) and k.seed < seeds]
-    report.kill_tables(out, results)
+    tables.kill_tables(out, results)
     if markdown is not None:
-        report.write(markdown, lines)
+        page.write(markdown, lines)
     t = matrix.totals(results)
     return FAIL if t.alarms or t.killed < t.searches or not t.searches else PASS
 
@@ -72,9 +72,9 @@ def comparison(names: Iterable[str], json_path: Path | None, markdown: Path | No
         out.print("interrupted; the same command goes on from here" if json_path else "interrupted")
     finally:
         record.close()
-    report.rival_tables(out, lines)
+    tables.rival_tables(out, lines)
     if markdown is not None:
-        report.write(markdown, lines)
+        page.write(markdown, lines)
     return PASS
 
 
@@ -86,3 +86,40 @@ def opened(record: Record, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return []
     record.write(line)
     return [line]
+
+
+def zoo_command(
+    target: str | None,
+    kill: bool,
+    compare: bool,
+    names: tuple[str, ...],
+    seeds: int,
+    jobs: int,
+    json_path: Path | None,
+    markdown: Path | None,
+    findings: Path,
+) -> int:
+    """Do what the command line asks for; the exit status.
+
+    Raises
+    ------
+    ValueError
+        For options that do not go together.
+    """
+    if kill and compare:
+        raise ValueError(
+            "--kill-matrix and --compare are two runs; give one of them, with the same --json and --report"
+        )
+    if (kill or compare) and target is not None:
+        raise ValueError(f"no target is run with --kill-matrix or --compare; leave out {target}")
+    if not kill and (seeds, jobs) != (1, 1):
+        raise ValueError("--seeds and --jobs belong to --kill-matrix")
+    if kill:
+        return kill_matrix(names, seeds, jobs, json_path, markdown)
+    if compare:
+        return comparison(names, json_path, markdown)
+    if json_path is not None or markdown is not None:
+        raise ValueError("--json and --report belong to --kill-matrix and --compare; findings on a target are files")
+    from verikda.zoo.known import known_faults
+
+    return known_faults(target or "verikda", chosen(names), findings)

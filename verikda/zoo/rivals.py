@@ -15,7 +15,7 @@ A judge finds a fault when it complains of an output of a call about which it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -143,7 +143,7 @@ def prepared() -> list[Trialed]:
     return [Trialed(trial, make_call(trial)) for trial in TRIALS]
 
 
-def compare(names: list[str], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def compare(names: list[str], known: Container[str]) -> Iterator[dict[str, Any]]:
     """Record lines: the healthy implementation first, then each specimen of `names` that is not `known`."""
     trials = prepared()
     subjects = [HEALTHY, *(SPECIMENS[name] for name in names)]

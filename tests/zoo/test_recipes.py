@@ -1,0 +1,147 @@
+"""Recipes: healthy targets pass them, targets with less than everything still get what they can run.
+
+That each recipe kills its fault is shown in test_faults. What could go wrong here: a recipe that fails on health, a
+target that is said to pass what was never run on it, a finding that cannot be replayed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from verikda.call import Capabilities
+from verikda.case import Case
+from verikda.checks import named
+from verikda.cli import main
+from verikda.finding import load_case
+from verikda.permits import permits
+from verikda.run_case import run_case
+from verikda.zoo.faults import Fault
+from verikda.zoo.known import tried
+from verikda.zoo.public import KINDS
+from verikda.zoo.recipes import BASE, BLIND, NAMED, RECIPES, case_of, fitted
+from verikda.zoo.specimens import HEALTHY, SPECIMENS, fresh
+
+
+def checked() -> dict[Case, set[str]]:
+    """Every case of the recipes with the checks that recipes run on it."""
+    found: dict[Case, set[str]] = {}
+    for fault, all_knobs in RECIPES.items():
+        for knobs in all_knobs:
+            found.setdefault(case_of(knobs), set()).update(fault.info.kills)
+    return found
+
+
+@pytest.mark.parametrize("case", checked(), ids=lambda c: f"{c.T}-{c.chunk_size}-{c.gate_regime}-{c.key_regime}")
+def test_healthy_passes_every_recipe(case: Case) -> None:
+    report = run_case(HEALTHY.make(), case, named(tuple(checked()[case])))
+    assert report.verdict == "pass", report.failures
+
+
+def test_every_fault_has_a_recipe_or_a_reason() -> None:
+    assert set(RECIPES) | set(BLIND) == set(Fault) - {Fault.NONE}
+    assert not set(RECIPES) & set(BLIND)
+    assert not set(NAMED) & set(BLIND)
+
+
+@pytest.mark.parametrize("fault", BLIND, ids=lambda f: f.name)
+def test_a_blind_fault_passes_what_the_others_fail(fault: Fault) -> None:
+    """Otherwise it is not blind, and wants a recipe."""
+    for safe in (False, True):
+        case = Case(**{**BASE, "safe_gate": safe, "gate_regime": "bound", "gate_magnitude": 5.0})
+        assert run_case(fresh(fault), case, named(("floor", "prefix", "integers"))).verdict == "pass"
+
+
+LESS: list[dict[str, Any]] = [
+    {"dtypes": ("bfloat16",)},
+    {"packed": False, "empty": False, "tail_padding": False},
+    {"empty": False},
+    {"initial_state": False, "dht": False},
+    {"grouped": False, "chunk_sizes": (64,)},
+    {"k_sizes": (16,), "v_sizes": (16,)},
+    {"required": ("qk_l2norm",)},
+    {"backward": False, "dht": False},
+]
+
+
+@pytest.mark.parametrize("less", LESS, ids=lambda d: " ".join(d))
+def test_a_recipe_gives_way_but_not_in_what_it_is_about(less: dict[str, Any]) -> None:
+    c = Capabilities(**less)
+    fits = 0
+    for all_knobs in RECIPES.values():
+        for knobs in all_knobs:
+            case = fitted(knobs, c)
+            if isinstance(case, str):
+                assert permits(c, case_of(knobs)) is not None
+                continue
+            fits += 1
+            assert permits(c, case) is None
+            assert all(getattr(case, name) == value for name, value in knobs.items())
+    assert fits > 20
+    assert fitted({}, Capabilities()) == case_of({})
+
+
+def test_what_a_target_lacks_is_not_run() -> None:
+    target = HEALTHY.make()
+    target.capabilities = Capabilities(state_v_first=False)  # type: ignore[misc]
+    known = tried(target, SPECIMENS["STATE_V_FIRST_NOT_READ"])
+    assert (known.verdict, known.reason) == ("not run", "the target does not support state_v_first")
+    assert tried(target, SPECIMENS["SAFE_GATE_CLAMPS"]).verdict == "not run"
+
+
+def test_the_fault_of_a_target_is_told_by_its_outputs() -> None:
+    target = fresh(Fault.DV_OFF)
+    own, other = (tried(target, SPECIMENS[name]) for name in ("DV_OFF", "DV_A_NOT_TRANSPOSED"))
+    assert (own.verdict, own.alike) == ("fail", True)
+    assert other.verdict == "fail"
+    assert tried(target, SPECIMENS["STATE_TRANSPOSED"]).alike is False
+    assert tried(target, SPECIMENS["INPUT_OVERWRITTEN"]).verdict == "pass"
+
+
+def zoo(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["zoo", *arguments])
+
+
+def test_the_command_says_which_faults_a_target_has(tmp_path: Path) -> None:
+    names = [x for name in ("STATE_TRANSPOSED", "INPUT_OVERWRITTEN", "SAFE_GATE_CLAMPS") for x in ("--fault", name)]
+    sick = zoo("zoo:state_transposed", *names, "--findings", str(tmp_path))
+    assert sick.exit_code == 1, sick.output
+    assert "vllm #41292" in sick.output
+    assert "3 known faults: 1 fail, 1 pass, 1 not run" in sick.output
+    (file,) = tmp_path.glob("*.json")
+    case, target, check = load_case(file)
+    assert (target, check) == ("zoo:state_transposed", "floor")
+    assert run_case(fresh(Fault.STATE_TRANSPOSED), case).verdict == "fail"
+
+    assert zoo("zoo", *names, "--findings", str(tmp_path / "none")).exit_code == 0
+    blind = zoo("zoo", "--fault", "SAFE_GATE_CLAMPS")
+    assert blind.exit_code == 2
+    assert "promises that no gate lies there" in blind.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--fault", "DQ_OF"], "the zoo has no fault 'DQ_OF'; did you mean DQ_OFF"),
+        (["zoo", "--kill-matrix"], "no target is run with --kill-matrix"),
+        (["--kill-matrix", "--compare"], "are two runs"),
+        (["zoo", "--seeds", "3"], "belong to --kill-matrix"),
+        (["zoo", "--json", "x.jsonl"], "belong to --kill-matrix and --compare"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: list[str], says: str) -> None:
+    result = zoo(*arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_every_public_report_is_covered_or_has_a_reason() -> None:
+    reports = [r for kind in KINDS for r in kind.reports]
+    assert len(reports) == len(set(reports)) > 120
+    for kind in KINDS:
+        assert bool(kind.specimens) != bool(kind.reason), kind
+    cited = {r for s in SPECIMENS.values() for r in s.reports}
+    assert cited <= set(reports)

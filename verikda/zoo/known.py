@@ -1,0 +1,115 @@
+"""Which of the known faults does a target have? The recipes of the zoo, run on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.markup import escape
+
+from verikda import show
+from verikda.case import Case
+from verikda.checks import Failure, named
+from verikda.finding import Finding
+from verikda.run_case import run_case
+from verikda.targets import resolve
+from verikda.targets.base import Target
+from verikda.zoo.faults import Fault
+from verikda.zoo.recipes import BLIND, RECIPES, fitted
+from verikda.zoo.specimens import SPECIMENS, Specimen
+
+PASS, FAIL, NOTHING = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the recipe of one fault said of a target.
+
+    Attributes
+    ----------
+    subject : the planted fault.
+    verdict : fail, pass, inconclusive, refused, or "not run".
+    failures : on the first of its cases that fails, `case`.
+    alike : whether exactly the outputs fail that fail for the planted fault.
+    reason : why it was not run, or could not be told.
+    """
+
+    subject: Specimen
+    verdict: str
+    case: Case | None = None
+    failures: tuple[Failure, ...] = ()
+    alike: bool = False
+    reason: str = ""
+    ran: str = ""
+
+
+def tried(target: Target, subject: Specimen) -> Known:
+    """Run the recipe of one fault."""
+    fault = Fault[subject.name]
+    if fault in BLIND:
+        return Known(subject, "not run", reason=BLIND[fault])
+    checks = named(subject.kills)
+    verdicts: Counter[str] = Counter()
+    reason = ""
+    for knobs in RECIPES[fault]:
+        case = fitted(knobs, target.capabilities)
+        if isinstance(case, str):
+            reason = case
+            continue
+        report = run_case(target, case, checks)
+        if report.verdict == "fail":
+            planted = run_case(subject.make(), case, checks)
+            alike = outputs(planted.failures) == outputs(report.failures)
+            return Known(subject, "fail", case, report.failures, alike, ran=report.ran)
+        verdicts[report.verdict] += 1
+        reason = next((o.detail for o in report.outcomes if o.detail and o.verdict == report.verdict), reason)
+    for verdict in ("pass", "inconclusive", "refused"):
+        if verdicts[verdict]:
+            return Known(subject, verdict, reason="" if verdict == "pass" else reason)
+    return Known(subject, "not run", reason=reason)
+
+
+def outputs(failures: tuple[Failure, ...]) -> set[tuple[str, str]]:
+    """(check, output) of every failure."""
+    return {(f.check, f.output) for f in failures}
+
+
+def known_faults(name: str, names: list[str], findings: Path) -> int:
+    """Run the recipes on a target, print what it has, write a finding for each failing case; the exit status."""
+    out = show.console()
+    target = resolve(name)
+    if findings.exists() and not findings.is_dir():
+        raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
+    rows = show.table("fault", "verdict", "public reports", "says", "fails", "file")
+    results: list[Known] = []
+    with show.progress(out, len(names), target.name) as step:
+        for fault in names:
+            known = tried(target, SPECIMENS[fault])
+            results.append(known)
+            step(f"{fault} {known.verdict}")
+            if known.verdict == "fail" and known.case is not None:
+                first = known.failures[0]
+                finding = Finding(
+                    name, first.check, known.case, False, known.failures, known.case, known.ran
+                )  # fmt: skip
+                path = finding.write(findings)
+                which = ", ".join(dict.fromkeys(f.output for f in known.failures))
+                rows.add_row(
+                    fault,
+                    show.coloured("fail"),
+                    ", ".join(known.subject.reports),
+                    escape(known.subject.what),
+                    f"{first.check}: {which}" + (", as the planted fault" if known.alike else ""),
+                    str(path),
+                )
+    counts = Counter(k.verdict for k in results)
+    if counts["fail"]:
+        out.print(rows)
+        out.print("A failing case shows a fault of this kind or one with the same effect: `verikda replay FILE`.")
+    for reason, n in Counter(k.reason for k in results if k.verdict not in ("pass", "fail")).most_common():
+        out.print(f"not told ({n}): {reason}", markup=False)
+    verdict = "fail" if counts["fail"] else "pass" if counts["pass"] else "inconclusive"
+    told = ", ".join(f"{n} {v}" for v, n in counts.most_common())
+    out.print(f"{show.coloured(verdict)}  {target.name}: {len(results)} known faults: {told}")
+    return {"fail": FAIL, "pass": PASS}.get(verdict, NOTHING)
