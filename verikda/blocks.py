@@ -101,20 +101,14 @@ def _partition(keys: Labels, labels: Labels, size: int, exact: int | None = None
     width = size // max(1, labels.size)
     count = np.bincount(labels.ravel(), minlength=len(keys)) * width
     order = np.lexsort((keys[:, 2], keys[:, 1], keys[:, 0]))
-    groups = [[int(i)] for i in order]
-    if exact is not None:
-        rest = [int(i) for i in order if keys[i, 0] == exact]
-        groups = [g for g in groups if keys[g[0], 0] != exact]
-    sizes = [int(count[g[0]]) for g in groups]
+    inside = order if exact is None else order[keys[order, 0] != exact]
+    groups, sizes = [[i] for i in inside.tolist()], count[inside].tolist()
     for shared in (2, 1, 0):
         if min(sizes, default=SMALLEST) >= SMALLEST:
             break
-        groups, sizes = _merge(groups, sizes, [tuple(keys[g[0], :shared].tolist()) for g in groups])
-    if exact is not None and rest:
-        groups.append(rest)
-    target = np.zeros(len(keys), np.int64)
-    for i, group in enumerate(groups):
-        target[group] = i
+        groups, sizes = _merge(groups, sizes, [tuple(k) for k in keys[[g[0] for g in groups], :shared].tolist()])
+    target = np.full(len(keys), len(groups), np.int64)  # the rest, if any, is one more block
+    target[[i for group in groups for i in group]] = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
     return Blocks(target[labels], np.bincount(target, count, minlength=len(groups)).astype(np.int64))
 
 

@@ -38,7 +38,7 @@ from oracles.contract import Contract
 from oracles.problem import Array, Problem
 from oracles.recurrence import forward, forward_reverse, growth, is_stable
 from verikda.blocks import spread
-from verikda.dtypes import round_to, ulp
+from verikda.dtypes import round_to
 from verikda.noise import CONFIRMED, Floor, OutputNoise
 
 Verdict = Literal["pass", "fail", "inconclusive"]
@@ -63,7 +63,6 @@ class Judged:
     coordinate : worst element of the worst block, in the public layout.
     expected, actual : float64 truth and result there.
     floor : root mean square noise of an element of that block.
-    ulps : error there in spacings of the output's dtype.
     dtype : dtype that the output really has.
     resolution : smallest relative error (of the whole output) that the limit could have shown.
     excluded : elements left out because the truth overflows the output's dtype.
@@ -77,7 +76,6 @@ class Judged:
     expected: float | None = None
     actual: float | None = None
     floor: float | None = None
-    ulps: float | None = None
     dtype: str = "float32"
     resolution: float | None = None
     excluded: int = 0
@@ -258,7 +256,7 @@ class _Error:
         expected, actual = float(self.truth[at]), float(self.actual[at])
         block = self.blocks.of(at)
         coordinate = tuple(int(i) for i in at)
-        size = float(np.sqrt((np.where(self.noise.representable, self.truth, 0.0) ** 2).sum()))
+        size = self.noise.size
         total = float(np.sqrt(noise[np.isfinite(noise)].sum()))
         where = f"{self.name}{list(coordinate)} = {actual:.9g}, float64 says {expected:.9g}"
         return Judged(
@@ -269,7 +267,6 @@ class _Error:
             expected=expected,
             actual=actual,
             floor=float(np.sqrt(noise[block] / self.blocks.count[block])),
-            ulps=float(abs(actual - expected) / ulp(expected, self.noise.dtype)),
             dtype=self.noise.dtype,
             resolution=limit * total / size if size else None,
             excluded=self.excluded,

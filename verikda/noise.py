@@ -48,6 +48,12 @@ class OutputNoise:
     truth : float64.
     dtype : that the output really has.
     problem, contract : what is judged, for its blocks.
+
+    Attributes
+    ----------
+    representable : where the truth does not overflow the dtype.
+    size : root of the sum of squares of the truth there.
+    own : squared error that storing the truth may cost.
     """
 
     def __init__(self, name: str, truth: Array, dtype: str, problem: Problem, contract: Contract) -> None:
@@ -56,6 +62,7 @@ class OutputNoise:
         self.blocks = blocks_of(name, truth, problem, contract)
         self.representable: npt.NDArray[np.bool_] = np.isfinite(round_to(truth, dtype))
         self._all_representable = bool(self.representable.all())
+        self.size = float(np.sqrt((np.where(self.representable, truth, 0.0) ** 2).sum()))
         self.own = np.where(self.representable, output_noise(np.where(self.representable, truth, 0.0), dtype), 0.0)
         self.overflows = np.zeros(len(self.blocks.count), np.bool_)
         self.reset()
