@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from verikda.dtypes import format_of
 from verikda.floor import LIMIT
 from verikda.report import tables
+from verikda.report.exponentials import frontier
 from verikda.report.lines import Line, number
 from verikda.report.measure import PROBABILITIES
 from verikda.report.stages import STAGES
 from verikda.report.svg import COLOURS, DASHES, FAIL, INK, MARKERS, MUTED, Drawing, Panel
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
-"""Largest relative error of one rounding."""
 TOP = 10.0
 """Relative errors beyond this are drawn at the upper edge: nothing is left to lose."""
 KEY_LABELS = {
@@ -67,7 +67,7 @@ def gates(lines: Sequence[Line], outputs: Sequence[str] = ("o", "dg")) -> list[P
             d.log_y(low, high)
             d.axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" if x >= 1 else f"1/{1 / x:g}")
             for dtype, label in (("float16", "fp16"), ("float32", "fp32")):
-                edge = tables.frontier(dtype, chunk)
+                edge = frontier(dtype, chunk)
                 d.axes.axvline(edge, color=MUTED, lw=1, ls=(0, (4, 3)))
                 d.axes.annotate(
                     f"naive {label}", (edge, 1), (3, -3), xycoords=("data", "axes fraction"), rotation=90,
@@ -187,7 +187,7 @@ def positions(lines: Sequence[Line], outputs: Sequence[str] = ("o", "dk")) -> li
 def stages(lines: Sequence[Line]) -> list[Panel]:
     """Relative error of every intermediate, in the order of the algorithm, beside one rounding of each dtype."""
     found = [x for x in lines if x["kind"] == "stages" and x["errors"]]
-    low, high = _limits([number(e) for x in found for e in x["errors"].values() if number(e) > UNIT["float32"] / 10])
+    low, high = _limits([number(e) for x in found for e in x["errors"].values() if number(e) > 1e-8])
     panels = []
     for target in tables.targets(found):
         mine = [x for x in found if x["target"] == target]
@@ -195,9 +195,10 @@ def stages(lines: Sequence[Line]) -> list[Panel]:
         d = Drawing(360, 100 + 17 * len(names))
         for x in mine:
             dtype = x["dtype"]
-            d.axes.axvline(UNIT[dtype], color=COLOURS[dtype], lw=1, ls=DASHES[dtype])
+            unit = format_of(dtype).unit_roundoff
+            d.axes.axvline(unit, color=COLOURS[dtype], lw=1, ls=DASHES[dtype])
             d.axes.annotate(
-                SHORT[dtype], (UNIT[dtype], 1), (0, 3), xycoords=("data", "axes fraction"),
+                SHORT[dtype], (unit, 1), (0, 3), xycoords=("data", "axes fraction"),
                 textcoords="offset points", ha="center", va="bottom", fontsize=10, color=COLOURS[dtype],
             )  # fmt: skip
             shown = [(number(x["errors"][n]), i) for i, n in enumerate(names) if n in x["errors"]]
@@ -286,7 +287,7 @@ def exponentials(claim: Line | None) -> list[Panel]:
         mine = [r for r in claim["rows"] if r["dtype"] == dtype]
         xs = [number(r["chunk"]) for r in mine]
         fine = [16 * 2 ** (i / 16) for i in range(-2, 35)]
-        d.axes.plot(fine, [tables.frontier(dtype, 1) / x for x in fine], color=COLOURS[dtype], lw=1.2, ls="-")
+        d.axes.plot(fine, [frontier(dtype, 1) / x for x in fine], color=COLOURS[dtype], lw=1.2, ls="-")
         ys = [number(r["overflow"]) for r in mine]
         d.axes.plot(xs, ys, ls="", marker=MARKERS[dtype], ms=7, color=COLOURS[dtype])
         label = "fp16" if dtype == "float16" else "bf16, fp32"

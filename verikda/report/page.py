@@ -15,12 +15,10 @@ from rich.markup import escape
 from verikda import show
 from verikda.report import charts, tables
 from verikda.report.captions import CAPTIONS
-from verikda.report.claims import Claim, claims, of_kind
+from verikda.report.claims import NOT_RUN, Claim, claims, of_kind
 from verikda.report.lines import Line
 from verikda.report.svg import Panel, style
 from verikda.report.tables import Table
-
-NOT_RUN = "not run"
 
 
 def _nothing() -> Sequence[Panel]:

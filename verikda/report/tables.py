@@ -10,8 +10,8 @@ from typing import Any
 
 from oracles.problem import GRADIENTS, OUTPUTS
 from verikda.case import DTYPES, Case
-from verikda.dtypes import format_of
 from verikda.floor import LIMIT
+from verikda.report.exponentials import frontier
 from verikda.report.lines import Line, number
 from verikda.report.measure import PROBABILITIES
 from verikda.strategies import describe
@@ -111,11 +111,6 @@ def strip(lines: Sequence[Line]) -> Table | None:
 
 
 VERDICTS = ("pass", "fail", "inconclusive", "refused", "not run")
-
-
-def frontier(dtype: str, chunk: int) -> float:
-    """ln(max) / C: the gate in nats per token at which exp(-Gamma) leaves the range of `dtype`."""
-    return math.log(format_of(dtype).largest) / chunk
 
 
 def knob(line: Line, name: str) -> Any:
