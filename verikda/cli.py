@@ -191,6 +191,36 @@ def zoo(
 
 
 @main.command()
+@click.argument("target", default="verikda")
+@click.option("--only", help="Comma-separated: frontier, drift, pool; all of them if left out.")
+@click.option(
+    "--tokens", type=click.IntRange(min=64), default=4096, show_default=True, help="Length of the sequence of drift."
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of all inputs.")
+@click.option("--contract", help="Judge under this contract instead of the target's.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."
+)
+@click.option(
+    "--findings",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_FINDINGS,
+    show_default=True,
+    help="Folder of findings.",
+)
+@clear_errors
+def probe(target: str, json_path: Path | None, findings: Path, **options: Any) -> int:
+    """Ask TARGET what no single case tells.
+
+    Which gates overflow it, whether its error grows along thousands of tokens, and whether a pool of carried states
+    stays right under append, fork and reset. Exit status as of `verikda check`.
+    """
+    from verikda.probes.command import probe_command
+
+    return probe_command(target, json_path=json_path, findings=findings, **options)
+
+
+@main.command()
 @clear_errors
 def targets() -> int:
     """List the targets that can be checked here, and why others cannot."""

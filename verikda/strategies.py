@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from types import SimpleNamespace
@@ -220,14 +220,41 @@ def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) ->
     limits = Limits(max_tokens=4096)
     made = []
     for shape in shapes:
-        fixed = dict(shape)
-        for name, value in _LIVELY.items():
-            with suppress(ValueError):  # a wish that the capabilities do not grant
-                knobs.Space(c, limits, {**fixed, name: value})
-                fixed[name] = value
         with suppress(ValueError):
-            made += stratified(c, 1, variant=variant, **vars(limits), **fixed)
+            made.append(wished_case(c, shape, _LIVELY, limits=limits, variant=variant))
     return made
+
+
+def wished_case(
+    capabilities: Capabilities,
+    fixed: Mapping[str, Any],
+    wishes: Mapping[str, Any],
+    *,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    variant: int = 0,
+) -> Case:
+    """One case with knobs that it must have, and others as far as the capabilities allow.
+
+    Parameters
+    ----------
+    capabilities : of the target.
+    fixed, wishes : field of `Case` -> one value, or a list of allowed ones. A name in both is fixed; earlier wishes
+        win.
+    limits : of sizes, for knobs that are neither.
+    variant : another number gives another seed.
+
+    Raises
+    ------
+    ValueError
+        If the capabilities allow no case with the fixed knobs.
+    """
+    granted = dict(fixed)
+    for name, value in wishes.items():
+        if name not in granted:
+            with suppress(ValueError):  # a wish that the capabilities do not grant
+                knobs.Space(capabilities, limits, {**granted, name: value})
+                granted[name] = value
+    return stratified(capabilities, 1, variant=variant, **vars(limits), **granted)[0]
 
 
 def length_class(case: Case) -> str:

@@ -1,0 +1,140 @@
+"""Drift along a long sequence: planted faults that start late or grow, and a healthy target that stays flat.
+
+What could go wrong here: a floor that grows with the error and hides it, a window that hides a late fault, growth seen
+where there is only scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oracles.contract import recurrent32
+from oracles.problem import GRADIENTS, OUTPUTS
+from verikda.call import Call, Malformed, Refused, Result
+from verikda.probes.drift import GROWS, Drift, drift_case, drifts, growth
+from verikda.targets.emulator import Emulator
+from verikda.zoo.faults import Fault
+from verikda.zoo.target import ZooTarget
+
+
+class One:
+    """A target with one dtype, so that a test makes one call."""
+
+    def __init__(self, inner: Any, dtype: str = "float32") -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.capabilities = inner.capabilities.__class__(dtypes=(dtype,))
+
+    def contract(self, call: Call) -> Any:
+        return self.inner.contract(call)
+
+    def run(self, call: Call) -> Result:
+        result: Result = self.inner.run(call)
+        return result
+
+
+def along(fault: Fault, tokens: int, dtype: str = "float32") -> dict[str, Drift]:
+    return {d.output: d for d in drifts(One(ZooTarget(fault), dtype), tokens)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_healthy_target_is_flat(dtype: str) -> None:
+    found = along(Fault.NONE, 1024, dtype)
+    given = ("A_log", "dt_bias")
+    assert set(found) == {n for n in (*OUTPUTS, *GRADIENTS) if n[1:] not in given}
+    assert {d.verdict for d in found.values()} == {"pass"}
+    assert {d.says for d in found.values()} <= {"", "flat"}
+    assert len(found["o"].ratios) == 16
+    assert found["ht"].growth is None
+
+
+def test_a_healthy_recurrence_is_flat() -> None:
+    found = {d.output: d for d in drifts(One(Emulator(recurrent32())), 512)}
+    assert {d.verdict for d in found.values()} == {"pass"}
+    assert {d.says for d in found.values()} <= {"", "flat"}
+
+
+def test_a_state_that_loses_digits_grows_with_position() -> None:
+    """In float16 the state rounded to bfloat16 at every chunk passes in the first window and fails in later ones."""
+    found = along(Fault.STATE_IN_BF16, 1024, "float16")
+    o = found["o"]
+    assert o.ratios[0] < 1.5
+    assert o.verdict == "fail"
+    assert o.growth is not None
+    assert o.growth > GROWS
+    assert "grows" in o.says
+    assert "towards the end" in o.says
+    assert found["ht"].verdict == "fail"
+    assert found["dv"].says == "flat"
+
+
+def test_growth_is_seen_below_the_limit() -> None:
+    """In bfloat16 the same fault stays below the limit at this length; its growth gives it away."""
+    o = along(Fault.STATE_IN_BF16, 1024, "bfloat16")["dq"]
+    assert o.verdict == "pass"
+    assert "towards the end" in o.says
+
+
+def test_a_fault_after_2048_tokens_is_seen_where_it_starts() -> None:
+    found = along(Fault.LATE_2048, 2304)
+    first_wrong = next(i for i, r in enumerate(found["o"].ratios) if r > 4.0)
+    assert 2304 * first_wrong // 16 <= 2048 < 2304 * (first_wrong + 1) // 16
+    assert found["o"].verdict == "fail"
+    worst = int(np.argmax(found["o"].ratios))
+    assert f"in tokens {144 * worst} to {144 * worst + 143}" in found["o"].detail
+
+
+def test_a_window_that_restarts_is_seen_in_the_state() -> None:
+    found = along(Fault.STATE_WINDOW_RESTARTS, 640)
+    assert found["ht"].verdict == "fail"
+    assert "in the state" in found["ht"].detail
+
+
+def test_errors_that_grow_towards_the_start() -> None:
+    assert growth((8.0, 4.0, 2.0, 1.0)) == pytest.approx(1 / 8)
+    assert Drift("dk", "float32", drift_case(ZooTarget(), "float32", 64), (8.0, 1.0), 1 / 8, "fail", "").says == (
+        "grows 8 times towards the start"
+    )
+
+
+def test_growth_of_a_step_is_no_more_than_the_step() -> None:
+    assert growth((1.0, 1.0, 1.0, 100.0, 100.0, 100.0)) == pytest.approx(100.0)
+    assert growth((1.0,)) is None
+    assert growth((0.0, 1.0)) is None
+    assert growth((1.0, math.inf)) is None
+
+
+class Broken(One):
+    def __init__(self, how: str) -> None:
+        super().__init__(ZooTarget())
+        self.how = how
+
+    def run(self, call: Call) -> Result:
+        if self.how == "refused":
+            raise Refused("too long")
+        if self.how == "malformed":
+            raise Malformed("returned nothing")
+        result = self.inner.run(call)
+        outputs = dict(result.outputs)
+        o = outputs["o"].copy()
+        o[0, -1, 0, 0] = np.nan
+        outputs["o"] = o[:, 1:] if self.how == "shape" else o
+        return Result(outputs, result.dtypes)
+
+
+def test_calls_that_go_wrong() -> None:
+    (refused,) = drifts(Broken("refused"), 64)
+    assert (refused.verdict, refused.detail) == ("refused", "too long")
+    (malformed,) = drifts(Broken("malformed"), 64)
+    assert malformed.verdict == "fail"
+    shape = next(iter(drifts(Broken("shape"), 64)))
+    assert (shape.output, shape.verdict) == ("o", "fail")
+    assert "it must have (1, 64, 1, 4)" in shape.detail
+    nan = {d.output: d for d in drifts(Broken("nan"), 64)}["o"]
+    assert nan.ratios[-1] == math.inf
+    assert max(nan.ratios[:-1]) < 4.0
+    assert nan.verdict == "fail"
