@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from oracles.gates import log_decay
 from oracles.recurrence import forward_reverse
 from verikda.call import Call, Capabilities, Crashed, Result
 from verikda.case import DTYPES, Case
 from verikda.dtypes import format_of, ulp
 from verikda.inputs import make_call
+from verikda.permits import permits
 from verikda.report import anchors, exponentials, inverse, tables
 from verikda.report.flags import FlagBuild
 from verikda.report.grid import GRIDS, Point, grid_called, points
@@ -126,9 +128,38 @@ def test_a_crash_is_a_failure_and_a_missing_feature_is_not() -> None:
     assert (line["verdict"], line["detail"]) == ("not run", "the target does not support dtype bfloat16")
 
 
+NARROW = {
+    "few sizes, gate, norm and sigmoid in the kernel": Capabilities(
+        dtypes=("bfloat16",), chunk_sizes=(64,), rules=("kda",), gates=("bounded",), k_sizes=(128,), v_sizes=(128,),
+        backward=False, dht=False, g_dtypes=("same",), beta_dtypes=("same",), required=("qk_l2norm", "beta_sigmoid"),
+    ),
+    "only delta, no state": Capabilities(rules=("delta",), gates=(), k_sizes=(64, 128), initial_state=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_case_is_fitted_to_a_target_but_for_what_its_series_is_about(name: str) -> None:
+    c = NARROW[name]
+    made = [p for p in points(GRIDS["quick"]) if p.case.dtype == "bfloat16"]
+    run = {p.series for p in made if permits(c, fitted(p, c)) is None}
+    assert run >= {"regimes", "seeds", "keys", "lengths"}
+    beyond = [p for p in made if p.series == "gates" and (p.case.gate_magnitude > 5 or p.case.chunk_size < 64)]
+    assert all(permits(c, fitted(p, c)) for p in beyond)
+    assert ("gates" in run) is ("kda" in c.rules)
+    above_one = [p for p in points(GRIDS["full"]) if p.case.beta_regime == "up_to_two"]
+    assert all(permits(c, fitted(p, c)) for p in above_one) is ("beta_sigmoid" in c.required)
+    everything = Capabilities()
+    assert all(fitted(p, everything) == p.case for p in made), "nothing is to be changed for who supports everything"
+
+
+def test_a_fitted_gate_has_the_decay_that_was_asked_for() -> None:
+    c = next(iter(NARROW.values()))
+    point = Point("gates", replace(CASE, gate_regime="bound", gate_magnitude=2.0, chunk_size=64))
+    problem = make_call(fitted(point, c), backward=False).problem
+    assert log_decay(problem, problem.g) == pytest.approx(-2.0, rel=1e-2)
+
+
 def test_states_are_left_out_where_a_target_takes_none() -> None:
-    alone = replace(Emulator().capabilities, initial_state=False, dht=False)
-    assert (fitted(CASE, alone).h0, fitted(CASE, alone).dht) == ("none", False)
     forward = Spoiled(lambda n, x: x, backward=False)
     line = measure(forward, Point("regimes", CASE))
     assert set(line["outputs"]) == {"o", "ht"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
 from verikda.case import Case
 from verikda.dtypes import round_to, ulp
 from verikda.floor import LIMIT, Judged, Judgement, judge
-from verikda.inputs import make_call
+from verikda.inputs import SAFE_GATE, make_call
 from verikda.noise import Floor
 from verikda.permits import permits
 from verikda.report.grid import Point
@@ -33,13 +33,32 @@ BINS = 64
 """Stretches of tokens by which a position is kept, at most."""
 
 
-def fitted(case: Case, c: Capabilities) -> Case:
-    """The case without an initial state or a gradient of the final state, where the target takes none."""
-    return replace(
-        case,
-        h0=case.h0 if c.initial_state else "none",
-        dht=case.dht and c.dht and c.backward,
-    )
+def fitted(point: Point, c: Capabilities) -> Case:
+    """The case of a point with everything that its series is not about changed to what a target supports.
+
+    A target of few sizes gets one of them, one that always norms q and k gets raw ones, one without a state none, one
+    whose gate is in the kernel raw gates of the same decay. A gate beyond -5, a chunk size or a flag that the series
+    varies stays, and is not run where it is not supported.
+    """
+    case = point.case
+    changes: dict[str, Any] = dict.fromkeys(c.required, True)
+    changes |= {"h0": case.h0 if c.initial_state else "none", "dht": case.dht and c.dht and c.backward}
+    changes |= {"K": _nearest(case.K, c.k_sizes), "V": _nearest(case.V, c.v_sizes)}
+    changes |= {n: "same" for n in ("g_dtype", "beta_dtype") if getattr(case, n) not in getattr(c, f"{n}s")}
+    if point.series not in ("gates", "flags"):
+        changes["chunk_size"] = _nearest(case.chunk_size, c.chunk_sizes)
+    if "kda" not in c.rules and point.series not in ("gates", "safe"):
+        changes |= {"rule": "delta", "gate_regime": "random", "gate_magnitude": 1.0, "g_dtype": "float32"}
+    elif "log" not in c.gates and "bounded" in c.gates and case.gate_magnitude <= -SAFE_GATE:
+        changes |= {"gate_in_kernel": True, "lower_bound": SAFE_GATE}
+    try:
+        return replace(case, **changes)
+    except ValueError:  # no such case, as beta above 1 under a sigmoid
+        return case
+
+
+def _nearest(n: int, sizes: Sequence[int]) -> int:
+    return min(sizes, key=lambda size: abs(size - n)) if sizes else n
 
 
 @lru_cache(maxsize=4)
@@ -64,7 +83,7 @@ def measure(target: Target, point: Point) -> dict[str, Any]:
         and where the call was made: contract, ran, seconds, outputs, and what `point.keep` names.
     """
     started = time.perf_counter()
-    case = fitted(point.case, target.capabilities)
+    case = fitted(point, target.capabilities)
     line: dict[str, Any] = {
         "kind": "point", "series": point.series, "target": target.name, "dtype": case.dtype, "case": case.to_dict(),
         "verdict": "not run", "detail": "",
