@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verikda.capture_calls import capture as capture
     from verikda.case import Case as Case
     from verikda.ops import chunk_delta_rule as chunk_delta_rule
     from verikda.ops import chunk_delta_rule_bwd as chunk_delta_rule_bwd
@@ -25,8 +26,8 @@ _OPS = (
     "chunk_kda_fwd",
     "recurrent_kda",
 )
-_LAZY = {"Case": "verikda.case"} | dict.fromkeys(_OPS, "verikda.ops")
-__all__ = ["Case", "__version__", *_OPS]
+_LAZY = {"Case": "verikda.case", "capture": "verikda.capture_calls"} | dict.fromkeys(_OPS, "verikda.ops")
+__all__ = ["Case", "__version__", "capture", *_OPS]
 
 
 def __getattr__(name: str) -> Any:

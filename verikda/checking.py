@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from verikda import show
+from verikda.call import Call
+from verikda.capture_file import load_call
 from verikda.checks import CHECKS, Check, named
 from verikda.environment import environment
-from verikda.finding import Finding, load_case, message
+from verikda.finding import Finding, failure_lines, load_case, message
 from verikda.inputs import make_call
 from verikda.parallel import search_all
 from verikda.profiles import PROFILES, Profile
 from verikda.record import Record, case_line
-from verikda.run_case import CaseReport, run_case
+from verikda.run_case import CaseReport, run_call, verdict_of
 from verikda.search import Search, Settings, Summary
 from verikda.targets import available, resolve
 from verikda.worst import Corpus
@@ -155,33 +158,53 @@ def report_summary(out: Console, summary: Summary, limit: float) -> int:
 
 
 def replay_command(file: Path, target_name: str | None, snippet: Path | None, contract: str | None) -> int:
-    """Run one stored case again through every check; the exit status."""
+    """Run one stored case, or one captured call, through every check; the exit status."""
     out = show.console()
-    case, named_target, _ = load_case(file)
+    case, call, named_target = None, None, None
+    if file.suffix == ".safetensors":
+        call, _ = load_call(file)
+    else:
+        case, named_target, _ = load_case(file)
     name = target_name or named_target
     if name is None:
-        raise ValueError(f"{file} holds a bare case and names no target; say which: verikda replay {file} TARGET")
+        what = "a bare case" if case else "a captured call"
+        raise ValueError(f"{file} holds {what} and names no target; say which: verikda replay {file} TARGET")
     target = resolve(name, contract=contract)
+    if call is None:
+        assert case is not None
+        call = make_call(case, backward=target.capabilities.backward)
+    elif not target.capabilities.backward:
+        call = forward_only(call)
     if snippet is not None:
         from verikda.snippet import write_snippet
 
-        write_snippet(snippet, target, make_call(case, backward=target.capabilities.backward), name)
+        write_snippet(snippet, target, call, name)
         out.print(f"wrote {snippet}", markup=False)
-    report = run_case(target, case)
+    outcomes, skipped, ctx = run_call(target, call)
     rows = show.table("check", "verdict", "worst ratio", "says")
-    for o in report.outcomes:
+    for o in outcomes:
         worst = max(o.ratios.values(), default=None)
         first = o.failures[0].message if o.failures else o.detail
         rows.add_row(o.check, show.coloured(o.verdict), "" if worst is None else f"{worst:.3g}", escape(first))
-    for check, reason in report.skipped.items():
+    for check, reason in skipped.items():
         rows.add_row(check, "not run", "", escape(reason))
     out.print(rows)
-    if report.failures:
-        out.print(message(target.name, report.failures, case, f"verikda replay {file} {target.name}"), markup=False)
-    if report.ran:
-        out.print(f"ran: {report.ran}", markup=False)
-    out.print(f"{show.coloured(report.verdict)}  {target.name}")
-    return {"pass": PASS, "fail": FAIL}.get(report.verdict, NOTHING)
+    failures = tuple(f for o in outcomes for f in o.failures)
+    replay = f"verikda replay {file} {target.name}"
+    if failures and case is not None:
+        out.print(message(target.name, failures, case, replay), markup=False)
+    elif failures:
+        out.print("\n".join([*failure_lines(target.name, failures), f"  replay: {replay}"]), markup=False)
+    if ctx.ran:
+        out.print(f"ran: {ctx.ran}", markup=False)
+    verdict = verdict_of(outcomes)
+    out.print(f"{show.coloured(verdict)}  {target.name}")
+    return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)
+
+
+def forward_only(call: Call) -> Call:
+    """The call without its backward."""
+    return replace(call, backward=False, problem=replace(call.problem, do=None, dht=None))
 
 
 def targets_command() -> int:

@@ -141,10 +141,27 @@ def check(
 @click.option("--contract", help="Judge under this contract instead of the target's.")
 @clear_errors
 def replay(file: Path, target: str | None, snippet: Path | None, contract: str | None) -> int:
-    """Run the case in FILE again, on the target named in it or on TARGET, through every check."""
+    """Run the case in FILE again, on the target named in it or on TARGET, through every check.
+
+    FILE is a finding, a bare case, or a captured call (.safetensors).
+    """
     from verikda.checking import replay_command
 
     return replay_command(file, target, snippet, contract)
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--function", "functions", multiple=True, help="module:function to capture; all known ones if left out.")
+@click.option("--limit", type=click.IntRange(min=1), default=8, show_default=True, help="Calls that are kept.")
+@clear_errors
+def capture(folder: Path, script: Path, arguments: tuple[str, ...], functions: tuple[str, ...], limit: int) -> int:
+    """Run SCRIPT (Python) with its ARGUMENTS, and keep its calls of delta-rule operators as files in FOLDER."""
+    from verikda.capture_command import capture_command
+
+    return capture_command(folder, script, arguments, functions, limit)
 
 
 @main.command()

@@ -136,6 +136,14 @@ def message(target: str, failures: tuple[Failure, ...], case: Case, replay: str,
     """The finding in words: verdict, worst coordinate, values in decimal and hex, ratio, regime, replay line."""
     from verikda.strategies import describe
 
+    lines = failure_lines(target, failures)
+    lines.append(f"  {'smallest case' if minimal else 'case (shrinking ran out of time)'}: {describe(case)}")
+    lines.append(f"  replay: {replay}")
+    return "\n".join(lines)
+
+
+def failure_lines(target: str, failures: tuple[Failure, ...]) -> list[str]:
+    """The failures of one call in words, the first six of them."""
     lines = [f"FAIL  {target}"]
     for f in failures[:6]:
         lines.append(f"  {f.check} / {f.output}: {f.message}")
@@ -149,6 +157,4 @@ def message(target: str, failures: tuple[Failure, ...], case: Case, replay: str,
             lines.append(f"    error / noise floor = {f.ratio:.3g}")
     if len(failures) > 6:
         lines.append(f"  and {len(failures) - 6} more")
-    lines.append(f"  {'smallest case' if minimal else 'case (shrinking ran out of time)'}: {describe(case)}")
-    lines.append(f"  replay: {replay}")
-    return "\n".join(lines)
+    return lines

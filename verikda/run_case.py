@@ -40,16 +40,21 @@ class CaseReport:
     @property
     def verdict(self) -> str:
         """Fail if any check failed; refused or inconclusive if the values could not be judged; else pass."""
-        verdicts = {outcome.verdict for outcome in self.outcomes}
-        if "fail" in verdicts:
-            return "fail"
-        judged = next((o.verdict for o in self.outcomes if o.check == "floor"), None)
-        if judged in ("inconclusive", "refused"):
-            return judged
-        for verdict in ("pass", "inconclusive", "refused"):
-            if verdict in verdicts:
-                return verdict
-        return "inconclusive"
+        return verdict_of(self.outcomes)
+
+
+def verdict_of(outcomes: tuple[Outcome, ...]) -> str:
+    """Fail if any check failed; refused or inconclusive if the values could not be judged; else pass."""
+    verdicts = {outcome.verdict for outcome in outcomes}
+    if "fail" in verdicts:
+        return "fail"
+    judged = next((o.verdict for o in outcomes if o.check == "floor"), None)
+    if judged in ("inconclusive", "refused"):
+        return judged
+    for verdict in ("pass", "inconclusive", "refused"):
+        if verdict in verdicts:
+            return verdict
+    return "inconclusive"
 
 
 def run_check(check: Check, ctx: Context) -> Outcome:
