@@ -1,5 +1,8 @@
 """pytest plugin: `pytest --verikda-target=NAME` runs the checks on a target, one test per check.
 
+One more test, `verikda::pool`, uses the target as a decode engine does (`verikda.probes.pool`); leave it, or any other,
+out with `--deselect=verikda::pool` or `-k "not pool"`.
+
 Fixtures for users' own tests: `verikda_target` (the target of the option), `verikda_check` (judge one Case on a
 target by named checks; fails the test with the finding's message).
 """
@@ -14,7 +17,7 @@ import pytest
 
 if TYPE_CHECKING:
     from verikda.case import Case
-    from verikda.search import Summary
+    from verikda.search import Settings, Summary
     from verikda.targets.base import Target
 
 
@@ -71,13 +74,42 @@ class CheckItem(pytest.Item):
         return "verikda", None, f"verikda::{self.config.getoption('verikda_target')}::{self.check}"
 
 
-class CheckError(Exception):
-    """Findings of one check."""
+class PoolItem(pytest.Item):
+    """The pool of carried states of one target."""
 
-    def __init__(self, findings: list[Any]) -> None:
+    def runtest(self) -> None:
+        """Fail when a pool goes wrong; skip when the target carries no state or no call could be judged."""
+        from verikda.probes.pool_run import run_pool
+
+        target, settings = _plan(self.config)
+        if not target.capabilities.initial_state:
+            pytest.skip("the target takes no initial state")
+        report = run_pool(target, seed=settings.seed, examples=max(1, settings.cases // _CASES_PER_POOL))
+        if report.verdict == "fail":
+            raise CheckError([] if report.finding is None else [report.finding], report.message)
+        if report.verdict != "pass":
+            pytest.skip(f"no call could be judged: {report.counts}")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The steps instead of a traceback."""
+        return str(excinfo.value) if isinstance(excinfo.value, CheckError) else super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        """Shown as verikda::target::pool."""
+        return "verikda", None, f"verikda::{self.config.getoption('verikda_target')}::pool"
+
+
+_CASES_PER_POOL = 8
+"""A pool makes some tens of small calls and costs about as much as this many cases."""
+
+
+class CheckError(Exception):
+    """Findings of one check, after a text of its own."""
+
+    def __init__(self, findings: list[Any], text: str = "") -> None:
         from verikda.finding import message
 
-        texts = []
+        texts = [text] if text else []
         for finding in findings:
             path = finding.write(_FOLDER)
             texts.append(
@@ -94,38 +126,45 @@ _SUMMARY: pytest.StashKey[Summary] = pytest.StashKey()
 def _summary(config: pytest.Config) -> Summary:
     """The one search of this run, made when the first check asks for it."""
     if _SUMMARY not in config.stash:
-        from verikda.checking import choose_profile
-        from verikda.search import Search, Settings
-        from verikda.targets import resolve
+        from verikda.search import Search
 
-        profile = choose_profile(config.getoption("verikda_profile"))
-        target = resolve(config.getoption("verikda_target"))
-        cases = config.getoption("verikda_cases")
-        settings = Settings(
-            cases=profile.cases if cases is None else cases,
-            stratified=profile.stratified,
-            long=profile.long,
-            turns=profile.turns,
-            seed=config.getoption("verikda_seed"),
-        )
-        config.stash[_SUMMARY] = Search(target, settings).run()
+        config.stash[_SUMMARY] = Search(*_plan(config)).run()
     return config.stash[_SUMMARY]
 
 
-class CheckCollector(pytest.Collector):
-    """Collects one item per check."""
+def _plan(config: pytest.Config) -> tuple[Target, Settings]:
+    """The target and the budget that the options name."""
+    from verikda.checking import choose_profile
+    from verikda.search import Settings
+    from verikda.targets import resolve
 
-    def collect(self) -> Iterator[CheckItem]:
-        """One item per check, in their order."""
+    profile = choose_profile(config.getoption("verikda_profile"))
+    cases = config.getoption("verikda_cases")
+    settings = Settings(
+        cases=profile.cases if cases is None else cases,
+        stratified=profile.stratified,
+        long=profile.long,
+        turns=profile.turns,
+        seed=config.getoption("verikda_seed"),
+    )
+    return resolve(config.getoption("verikda_target")), settings
+
+
+class CheckCollector(pytest.Collector):
+    """Collects one item per check, and the pool."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """One item per check, in their order, then the pool."""
         from verikda.checks import CHECKS
 
         for check in CHECKS:
             yield CheckItem.from_parent(self, name=check.name, check=check.name)
+        yield PoolItem.from_parent(self, name="pool")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Append the check items when a target was named."""
+    """Append the check items when a target was named, before pytest leaves out what -k and --deselect say."""
     if not config.getoption("verikda_target"):
         return
     from verikda.targets import resolve

@@ -89,7 +89,8 @@ def test_a_healthy_target_and_a_users_test_pass(tmp_path: Path) -> None:
     (tmp_path / "test_user.py").write_text(USER_TESTS)
     result = run(tmp_path, "--verikda-target=zoo", "--verikda-cases=6")
     assert result.returncode == PASSED, result.stdout
-    for line in ("PASSED verikda::floor", "PASSED test_user.py::test_mine", "PASSED test_user.py::test_by_name"):
+    for line in ("PASSED verikda::floor", "PASSED verikda::pool", "PASSED test_user.py::test_mine",
+                 "PASSED test_user.py::test_by_name"):  # fmt: skip
         assert line in result.stdout
     assert not (tmp_path / "verikda-findings").exists()
 
@@ -110,7 +111,20 @@ def test_one_test_per_check_is_collected(tmp_path: Path) -> None:
     result = run(tmp_path, "--verikda-target=zoo", "--collect-only", "-q")
     assert result.returncode == PASSED, result.stdout
     collected = [line.rpartition("::")[2] for line in result.stdout.splitlines() if line.startswith("verikda::")]
-    assert collected == [check.name for check in CHECKS]
+    assert collected == [*(check.name for check in CHECKS), "pool"]
+
+
+def test_the_pool_is_one_more_test_that_can_be_left_out(tmp_path: Path) -> None:
+    options = ("--verikda-target=zoo:STATE_IN_PLACE", "--verikda-cases=16", "-k", "pool")
+    result = run(tmp_path, *options)
+    assert result.returncode == FAILED, result.stdout
+    for part in ("FAILED verikda::pool", "the pool is wrong after", "the call changed h0", "replay: verikda replay"):
+        assert part in result.stdout
+    assert "PASSED" not in result.stdout
+    assert "Traceback" not in result.stdout
+    left = run(tmp_path, "--verikda-target=zoo", "--collect-only", "-q", "--deselect=verikda::pool")
+    assert "verikda::floor" in left.stdout
+    assert "verikda::pool" not in left.stdout
 
 
 @pytest.mark.parametrize(
