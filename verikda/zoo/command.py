@@ -61,10 +61,9 @@ def comparison(names: Iterable[str], json_path: Path | None, markdown: Path | No
     lines += opened(record, lines)
     out = show.console()
     wanted = chosen(names)
-    known = {line["specimen"] for line in lines if line["kind"] == "rival"}
     try:
         with show.progress(out, len(wanted) + 1, "zoo") as step:
-            for line in rivals.compare(wanted, known):
+            for line in rivals.compare(wanted, list(lines)):
                 lines.append(line)
                 record.write(line)
                 step(str(line["specimen"]))

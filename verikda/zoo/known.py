@@ -50,12 +50,11 @@ def tried(target: Target, subject: Specimen) -> Known:
     if fault in BLIND:
         return Known(subject, "not run", reason=BLIND[fault])
     checks = named(subject.kills)
+    cases = [fitted(knobs, target.capabilities) for knobs in RECIPES[fault]]
     verdicts: Counter[str] = Counter()
     reason = ""
-    for knobs in RECIPES[fault]:
-        case = fitted(knobs, target.capabilities)
+    for case in cases:
         if isinstance(case, str):
-            reason = case
             continue
         report = run_case(target, case, checks)
         if report.verdict == "fail":
@@ -63,11 +62,14 @@ def tried(target: Target, subject: Specimen) -> Known:
             alike = outputs(planted.failures) == outputs(report.failures)
             return Known(subject, "fail", case, report.failures, alike, ran=report.ran)
         verdicts[report.verdict] += 1
-        reason = next((o.detail for o in report.outcomes if o.detail and o.verdict == report.verdict), reason)
+        doubts = (*(o.detail for o in report.outcomes if o.verdict == report.verdict), *report.skipped.values())
+        reason = next((text for text in doubts if text), reason)
+    if isinstance(cases[0], str):  # the others alone do not show it
+        return Known(subject, "not run", reason=cases[0])
     for verdict in ("pass", "inconclusive", "refused"):
         if verdicts[verdict]:
             return Known(subject, verdict, reason="" if verdict == "pass" else reason)
-    return Known(subject, "not run", reason=reason)
+    raise AssertionError("a case that ran has a verdict")
 
 
 def outputs(failures: tuple[Failure, ...]) -> set[tuple[str, str]]:
@@ -90,9 +92,7 @@ def known_faults(name: str, names: list[str], findings: Path) -> int:
             step(f"{fault} {known.verdict}")
             if known.verdict == "fail" and known.case is not None:
                 first = known.failures[0]
-                finding = Finding(
-                    name, first.check, known.case, False, known.failures, known.case, known.ran
-                )  # fmt: skip
+                finding = Finding(name, first.check, known.case, False, known.failures, known.case, known.ran)
                 path = finding.write(findings)
                 which = ", ".join(dict.fromkeys(f.output for f in known.failures))
                 rows.add_row(

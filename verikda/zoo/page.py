@@ -64,7 +64,7 @@ Kinds of faults that were reported in public for kernels of this family, and the
 ## Kill matrix
 
 `first check` and `output` are what failed first, with most seeds; `also fails` are the other checks that fail on the
-failing case (all checks for seed 0). `shown by` is the failing case of seed 0.
+failing case (all checks for seed 0, up to 500 tokens). `shown by` is the failing case of seed 0.
 
 {matrix}
 

@@ -15,7 +15,7 @@ A judge finds a fault when it complains of an output of a call about which it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -122,8 +122,14 @@ class Complaints:
     of: frozenset[str] = field(default_factory=frozenset)
 
 
-def judged(subject: Specimen, trials: list[Trialed]) -> dict[str, Complaints]:
-    """What every judge says of one specimen; the calls run in one process, in the order of the trials."""
+def judged(subject: Specimen, trials: list[Trialed], healthy: Mapping[str, Complaints]) -> dict[str, Complaints]:
+    """What every judge says of one specimen; the calls run in one process, in the order of the trials.
+
+    Parameters
+    ----------
+    healthy : complaints about the healthy implementation. Once every judge has complained of something else, the rest
+        is not run. Empty for the healthy implementation itself.
+    """
     target = subject.make()
     found: dict[str, set[str]] = {judge: set() for judge in JUDGES}
     seen = 0
@@ -135,6 +141,8 @@ def judged(subject: Specimen, trials: list[Trialed]) -> dict[str, Complaints]:
                 for judge, complains in JUDGES.items():
                     if complains(t, name, actual, result.dtypes[name]):
                         found[judge].add(f"{t.trial.name} / {name}")
+        if healthy and all(of - healthy[judge].of for judge, of in found.items()):
+            break
     return {judge: Complaints(seen, frozenset(of)) for judge, of in found.items()}
 
 
@@ -143,19 +151,28 @@ def prepared() -> list[Trialed]:
     return [Trialed(trial, make_call(trial)) for trial in TRIALS]
 
 
-def compare(names: list[str], known: Container[str]) -> Iterator[dict[str, Any]]:
-    """Record lines: the healthy implementation first, then each specimen of `names` that is not `known`."""
+def compare(names: list[str], known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Record lines of the healthy implementation and of each specimen of `names`, without those `known`."""
     trials = prepared()
-    subjects = [HEALTHY, *(SPECIMENS[name] for name in names)]
-    for subject in subjects:
-        if subject.name not in known:
-            complaints = judged(subject, trials)
-            yield {
-                "kind": "rival",
-                "specimen": subject.name,
-                "outputs": complaints["rms"].seen,
-                "complaints": {judge: sorted(c.of) for judge, c in complaints.items()},
-            }
+    done = {line["specimen"]: line for line in known if line["kind"] == "rival"}
+    if HEALTHY.name in done:
+        line = done[HEALTHY.name]
+        healthy = {j: Complaints(line["outputs"], frozenset(line["complaints"][j])) for j in JUDGES}
+    else:
+        healthy = judged(HEALTHY, trials, {})
+        yield _line(HEALTHY, healthy)
+    for name in names:
+        if name not in done:
+            yield _line(SPECIMENS[name], judged(SPECIMENS[name], trials, healthy))
+
+
+def _line(subject: Specimen, complaints: Mapping[str, Complaints]) -> dict[str, Any]:
+    return {
+        "kind": "rival",
+        "specimen": subject.name,
+        "outputs": complaints["rms"].seen,
+        "complaints": {judge: sorted(c.of) for judge, c in complaints.items()},
+    }
 
 
 @dataclass(frozen=True)
