@@ -184,7 +184,8 @@ def _cudnn(torch: Any, w: Workload) -> Runner:
     from verikda.targets import cudnn
 
     operator, _, no_engine = cudnn.operator("cudnn")
-    return TorchRunner(torch, cudnn.fused(operator, no_engine), offsets(torch, w, host_too=False))
+    more = {n: x.int() for n, x in offsets(torch, w, host_too=False).items()}  # others it would convert in every call
+    return TorchRunner(torch, cudnn.fused(operator, no_engine), more)
 
 
 def _jla(torch: Any, w: Workload) -> Runner:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from os import cpu_count
 from typing import Any
 
 from verikda.bench import workloads as shapes
@@ -24,7 +24,8 @@ EAGER_REPEATS = 10
 
 def pool_of(jobs: int) -> Executor:
     """Processes for the judgements; two cores are left to launch kernels."""
-    return ProcessPoolExecutor(max(1, min(jobs, (cpu_count() or 1) - 2)), mp_context=get_context("spawn"))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
+    return ProcessPoolExecutor(max(1, min(jobs, (os.cpu_count() or 1) - 2)), mp_context=get_context("spawn"))
 
 
 def bench(
