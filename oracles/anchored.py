@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracles.arithmetic import Operations
+from oracles.operations import Operations
 from oracles.rounding import Floats
 
 _BLOCK = 16

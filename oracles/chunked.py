@@ -1,7 +1,7 @@
 """The emulator: KDA and DeltaNet as a rounding contract says they are computed.
 
 The algorithm is in `oracles.chunked_forward`, `oracles.chunked_backward` and `oracles.tokenwise`, what is in front of
-it in `oracles.preactivation`, and the arithmetic in which it runs in `oracles.arithmetic`.
+it in `oracles.preactivation`, and the arithmetic in which it runs in `oracles.operations`.
 """
 
 from __future__ import annotations

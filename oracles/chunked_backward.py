@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oracles.arithmetic import Operations, times
 from oracles.chunked_forward import Blocks
 from oracles.layout import Layout, flat_tokens
+from oracles.operations import Operations, times
 from oracles.problem import Problem
 from oracles.rounding import Floats
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oracles.arithmetic import Operations, times
 from oracles.gated import GatedProducts
 from oracles.layout import Layout
+from oracles.operations import Operations, times
 from oracles.preactivation import Activated
 from oracles.problem import Problem
 from oracles.rounding import Floats

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from oracles.anchored import anchored_products
-from oracles.arithmetic import Operations, one_run
 from oracles.layout import Index
+from oracles.operations import Operations, one_run
 from oracles.rounding import Floats
 
 _STRIP = 16

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from oracles.arithmetic import Operations
 from oracles.layout import Layout, public_tokens
+from oracles.operations import Operations
 from oracles.problem import Problem
 from oracles.rounding import Floats
 

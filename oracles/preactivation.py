@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oracles.arithmetic import Operations
 from oracles.layout import Layout, flat_tokens
+from oracles.operations import Operations
 from oracles.problem import L2NORM_EPS, Problem
 from oracles.rounding import Floats
 

@@ -19,9 +19,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from oracles.arithmetic import Arithmetic, Operations
+from oracles.arithmetic import Arithmetic
 from oracles.contract import Contract
 from oracles.layout import Layout, flat_tokens, make_layout
+from oracles.operations import Operations
 from oracles.outputs import finish
 from oracles.preactivation import Preactivation
 from oracles.problem import Problem

@@ -293,7 +293,7 @@ def test_regimes_where_roundings_are_coherent(dtype: str) -> None:
 
 def test_independent_roundings_would_call_coherent_ones_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stochastic rounding is keyed by the value: drawn per element, the floor misses what equal errors add up to."""
-    from oracles import arithmetic, rounding
+    from oracles import operations, rounding
 
     rng = np.random.default_rng(0)
 
@@ -309,8 +309,8 @@ def test_independent_roundings_would_call_coherent_ones_a_fault(monkeypatch: pyt
     contract = storage16("bfloat16", 64)
     out = emulate(p, contract, Nearest(), output_dtypes=dtypes_for("bfloat16")).outputs
     keyed = judge(out, dtypes_for("bfloat16"), p, contract, runs=64)
-    monkeypatch.setattr(arithmetic, "round_stochastic", independent)
-    monkeypatch.setattr(arithmetic, "round_rotated", independent)
+    monkeypatch.setattr(operations, "round_stochastic", independent)
+    monkeypatch.setattr(operations, "round_rotated", independent)
     drawn = judge(out, dtypes_for("bfloat16"), replace(p), contract, runs=64)
     assert max(j.ratio for j in keyed.outputs.values()) < 1.2
     assert drawn.outputs["ht"].ratio > 2
@@ -321,7 +321,7 @@ def test_a_settled_recurrence_repeats_its_roundings(monkeypatch: pytest.MonkeyPa
 
     Runs that round to nearest on rotated grids settle too; stochastic rounding alone would call this a fault.
     """
-    from oracles import arithmetic, rounding
+    from oracles import operations, rounding
 
     rng = np.random.default_rng(3)
     p = problem(lengths=(65,), tail=0, K=15, V=8, dtype="float32")
@@ -344,7 +344,7 @@ def test_a_settled_recurrence_repeats_its_roundings(monkeypatch: pytest.MonkeyPa
     def fresh(x: np.ndarray, dtype: str, factor: np.ndarray) -> np.ndarray:
         return rounding.round_stochastic(x, dtype, rng.integers(0, 1 << 32, factor.shape, np.uint32))
 
-    monkeypatch.setattr(arithmetic, "round_rotated", fresh)
+    monkeypatch.setattr(operations, "round_rotated", fresh)
     alone = judge(out, dtypes_for("float32"), replace(p), contract)
     assert both.outputs["ht"].ratio < 2
     assert alone.outputs["ht"].ratio > 1.5 * both.outputs["ht"].ratio, (alone.outputs["ht"], both.outputs["ht"])

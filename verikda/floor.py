@@ -12,7 +12,7 @@ A block is one chunk of one head of one sequence (the whole matrix for states, a
 ddt_bias), pooled with its neighbours until it has 16 numbers.
 
 **Which runs.** Half of them round stochastically, half to nearest on rotated grids with squares counted twice
-(`oracles.arithmetic.StochasticOperations`): errors that are independent, and errors that repeat.
+(`oracles.operations.StochasticOperations`): errors that are independent, and errors that repeat.
 
 **How many runs.** For a block that is one number with healthy error e ~ N(0, s^2/2), R runs estimate the noise as
 the mean of R squares of N(0, s^2), so sqrt(2) e / estimate has Student's t distribution with R degrees of freedom:

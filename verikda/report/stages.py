@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from oracles.arithmetic import LN2, Exact, Nearest
+from oracles.arithmetic import Exact, Nearest
 from oracles.chunked import emulate
 from oracles.contract import chunked32
+from oracles.noisy import LN2
 from oracles.problem import Array
 from verikda.call import Call
 from verikda.inputs import make_call
