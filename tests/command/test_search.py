@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
@@ -17,7 +18,7 @@ from verikda.checks import BY_NAME, CHECKS, named
 from verikda.run_case import run_case
 from verikda.search import Search, Settings
 from verikda.shrink import candidates, shrink
-from verikda.strategies import stratified
+from verikda.strategies import long_cases, stratified
 from verikda.targets import resolve
 from verikda.zoo.faults import Fault, forget
 from verikda.zoo.target import ZooTarget
@@ -67,6 +68,33 @@ def test_the_same_seed_finds_the_same() -> None:
         return [(f.check, f.case) for f in search(ZooTarget(Fault.DH0_OFF), 12, seed=5).findings]
 
     assert found() == found() != []
+
+
+def started(seed: int) -> list[Case]:
+    seen: list[Case] = []
+    settings = Settings(cases=14, stratified=12, long=True, checks=(), seed=seed)
+    Search(ZooTarget(), settings, on_report=lambda report: seen.append(report.case)).run()
+    return seen
+
+
+def test_long_cases_come_after_the_first_few_and_another_seed_is_another_start() -> None:
+    first, second = started(0), started(1)
+    capabilities = ZooTarget().capabilities
+    for seed, seen in ((0, first), (1, second)):
+        start = stratified(capabilities, 12, variant=seed)
+        assert seen == [*start[:8], *long_cases(capabilities, variant=seed), *start[8:]]
+    assert not set(first) & set(second)
+
+
+def test_a_split_that_hands_on_nan_fails_and_does_not_end_the_search() -> None:
+    def broken(call: Call, run: Any) -> Result:
+        result = run(call)
+        return replace(result, outputs={n: x * np.nan if n in ("ht", "dh0") else x for n, x in result.outputs.items()})
+
+    for check in ("split_anywhere", "split_aligned"):
+        report = run_case(Odd(broken), Case(lengths=(40,), K=2, V=2, chunk_size=16), named((check,)))
+        assert report.verdict == "fail"
+        assert "is not finite and cannot be handed" in report.failures[0].message
 
 
 def test_a_shrunk_case_needs_every_knob() -> None:
