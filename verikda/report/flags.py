@@ -64,7 +64,7 @@ class FlagBuild:
 
     def contract(self, call: Call) -> Contract:
         """That of verikda."""
-        return contract_of("storage16", call)
+        return contract_of("operands16", call)
 
     def run(self, call: Call) -> Result:
         """Forward and backward of a call."""
