@@ -224,7 +224,7 @@ def test_no_compiler(monkeypatch):
     from kernels_cuda.host_build import CompileError
     from verikda.ops import engine
 
-    monkeypatch.setattr(engine, "_backend", engine._backend.__wrapped__)
+    monkeypatch.setattr(engine, "backend", engine.backend.__wrapped__)
     monkeypatch.setenv("CXX", "no-such-compiler")
     host_build.compiler.cache_clear()
     try:

@@ -189,3 +189,11 @@ def test_tail_rows_hold_zeros_whatever_the_inputs_hold_there():
             assert n == "dh0" or not x[:, 17:].any(), n
     wanted = forward_reverse(replace(p, dht=None))
     small.close(grads[0], wanted["dq"])
+
+
+def test_the_older_name_of_state_v_first_means_the_same():
+    p = small.make()
+    given = low(p, v_first=True)
+    older = {n: x for n, x in given.items() if n != "state_v_first"} | {"transpose_state_layout": True}
+    for a, b in zip(chunk_kda_fwd(**given), chunk_kda_fwd(**older), strict=True):
+        assert (a is None and b is None) or a.tobytes() == b.tobytes()
