@@ -69,6 +69,13 @@ CASES: list[dict[str, Any]] = [
      "gate_regime": "ragged", "gate_in_kernel": True, "dt_bias": True, "lower_bound": -5.0, "tail_padding": 70},
     {"dtype": "float32", "chunk_size": 16, "lengths": (35,), "K": 3, "V": 5, "rule": "delta",
      "beta_regime": "up_to_two", "dht": True},
+    {"dtype": "bfloat16", "lengths": (20,), "K": 256, "V": 256, "g_dtype": "same", "h0": "random"},
+    {"dtype": "float32", "chunk_size": 16, "lengths": (18, 18), "K": 1, "V": 131, "gate_in_kernel": True, "A_log": True,
+     "beta_sigmoid": True, "state_v_first": True, "h0": "random", "dht": True},
+    {"dtype": "float16", "chunk_size": 32, "lengths": (9, 40), "packed": True, "K": 17, "V": 2, "gate_in_kernel": True,
+     "lower_bound": -1.0, "dt_bias": True, "g_dtype": "same", "beta_dtype": "same"},
+    {"dtype": "float16", "chunk_size": 16, "lengths": (20, 3), "packed": True, "K": 6, "V": 70, "rule": "delta",
+     "beta_dtype": "same", "state_v_first": True, "h0": "random", "dht": True},
 ]  # fmt: skip
 
 
