@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
 from rich.markup import escape
 
 from verikda import show
@@ -78,38 +79,49 @@ def outputs(failures: tuple[Failure, ...]) -> set[tuple[str, str]]:
 
 
 def known_faults(name: str, names: list[str], findings: Path) -> int:
-    """Run the recipes on a target, print what it has, write a finding for each failing case; the exit status."""
+    """Run the recipes on a target, print what it has, write a finding for each failing case; the exit status.
+
+    An interrupt keeps what was found.
+    """
     out = show.console()
     target = resolve(name)
     if findings.exists() and not findings.is_dir():
         raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
-    rows = show.table("fault", "verdict", "public reports", "says", "fails", "file")
     results: list[Known] = []
-    with show.progress(out, len(names), target.name) as step:
-        for fault in names:
-            known = tried(target, SPECIMENS[fault])
-            results.append(known)
-            step(f"{fault} {known.verdict}")
-            if known.verdict == "fail" and known.case is not None:
-                first = known.failures[0]
-                finding = Finding(name, first.check, known.case, False, known.failures, known.case, known.ran)
-                path = finding.write(findings)
-                which = ", ".join(dict.fromkeys(f.output for f in known.failures))
-                rows.add_row(
-                    fault,
-                    show.coloured("fail"),
-                    ", ".join(known.subject.reports),
-                    escape(known.subject.what),
-                    f"{first.check}: {which}" + (", as the planted fault" if known.alike else ""),
-                    str(path),
-                )
-    counts = Counter(k.verdict for k in results)
-    if counts["fail"]:
+    files: dict[Path, list[str]] = {}
+    try:
+        with show.progress(out, len(names), target.name) as step:
+            for fault in names:
+                known = tried(target, SPECIMENS[fault])
+                results.append(known)
+                step(f"{fault} {known.verdict}")
+                if known.case is not None:
+                    check = known.failures[0].check
+                    finding = Finding(name, check, known.case, False, known.failures, known.case, known.ran)
+                    files.setdefault(finding.write(findings), []).append(fault)
+    except KeyboardInterrupt:
+        out.print(f"interrupted after {len(results)} of {len(names)}")
+    return _printed(out, target.name, results, files)
+
+
+def _printed(out: Console, name: str, results: list[Known], files: dict[Path, list[str]]) -> int:
+    """Print the results; the exit status."""
+    rows = show.table("fault", "verdict", "public reports", "says", "fails")
+    for k in results:
+        if k.verdict == "fail":
+            which = ", ".join(dict.fromkeys(f.output for f in k.failures))
+            alike = ", as the planted fault" if k.alike else ""
+            reports, says = ", ".join(k.subject.reports), escape(k.subject.what)
+            rows.add_row(k.subject.name, show.coloured("fail"), reports, says, f"{k.failures[0].check}: {which}{alike}")
+    if files:
         out.print(rows)
-        out.print("A failing case shows a fault of this kind or one with the same effect: `verikda replay FILE`.")
+        out.print("A failing case shows a fault of this kind, or one with the same effect:")
+        for path, faults in files.items():
+            out.print(f"  verikda replay {path}  ({', '.join(faults)})", markup=False, soft_wrap=True)
     for reason, n in Counter(k.reason for k in results if k.verdict not in ("pass", "fail")).most_common():
         out.print(f"not told ({n}): {reason}", markup=False)
+    counts = Counter(k.verdict for k in results)
     verdict = "fail" if counts["fail"] else "pass" if counts["pass"] else "inconclusive"
     told = ", ".join(f"{n} {v}" for v, n in counts.most_common())
-    out.print(f"{show.coloured(verdict)}  {target.name}: {len(results)} known faults: {told}")
+    out.print(f"{show.coloured(verdict)}  {name}: {len(results)} known faults: {told}")
     return {"fail": FAIL, "pass": PASS}.get(verdict, NOTHING)
