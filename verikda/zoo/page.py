@@ -80,8 +80,16 @@ RIVALS = """\
 
 The other judges see {calls} calls with {outputs} outputs in the style of flash-linear-attention's tests
 (`verikda/zoo/trials.py`) and compare with float64 (`verikda/zoo/rivals.py`). A fault is found when a judge complains of
-an output about which it is silent for the healthy implementation; what it says of that one are its false alarms. Of
-verikda's row, faults found with every seed count.
+an output about which it is silent for the healthy implementation; what it says of that one are its false alarms. For
+verikda, faults found with every seed count.
+
+- **verikda**: the search of the kill matrix.
+- **rms**: the limits of flash-linear-attention's tests: RMS of the error 0.005 of the output's, for gradients 0.005 to
+  0.02.
+- **rms, CI**: the same as their continuous integration runs it, where a ratio below 0.01 or a largest error of at most
+  0.3 only warns.
+- **allclose**: `torch.testing.assert_close` with its defaults for the dtype.
+- **2x**: at most twice the error of the naive recurrence in the dtype of the inputs, as flash-attention's tests do.
 
 {table}
 

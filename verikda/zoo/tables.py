@@ -11,15 +11,7 @@ from verikda import show
 from verikda.zoo import matrix, rivals
 from verikda.zoo.kills import Kill
 from verikda.zoo.matrix import Totals
-from verikda.zoo.specimens import SPECIMENS
-
-NAMES = {
-    "verikda": "verikda, ci profile",
-    "rms": "FLA's tests: RMS ratio 0.005, gradients 0.008 to 0.02",
-    "rms, CI": "the same as their CI runs it",
-    "allclose": "`torch.testing.assert_close`, defaults",
-    "2x": "twice the error of a same-dtype reference",
-}
+from verikda.zoo.specimens import SPECIMENS, Specimen
 
 
 def kill_tables(out: Console, results: list[Kill]) -> None:
@@ -62,29 +54,27 @@ def rival_tables(out: Console, lines: list[dict[str, Any]]) -> None:
     header, body = comparison(lines)
     rows = show.table(*header)
     for row in body:
-        rows.add_row(*(escape(cell.replace("**", "").replace("`", "")) for cell in row))
+        rows.add_row(*(escape(cell.replace("**", "")) for cell in row))
     out.print(rows)
 
 
 def comparison(lines: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: places of the zoo and a total against judges, and the complaints about the healthy one."""
+    """Header and rows: places of the zoo and all of it against judges, and the complaints about the healthy one."""
     scores = rivals.scores(lines)
     results = matrix.kills(lines)
     table, t = matrix.rows(results), matrix.totals(results)
     found = {judge: set(score.found) for judge, score in scores.items()}
+    alarms = [f"{score.alarms} of {score.outputs} outputs" for score in scores.values()]
     if table:
         found = {"verikda": {r.subject.name for r in table if r.killed == r.seeds}, **found}
-    names = {line["specimen"] for line in lines if line["kind"] == "rival"} or {r.subject.name for r in table}
-    seen = [s for s in SPECIMENS.values() if s.name in names]
-    places = list(dict.fromkeys(s.place for s in seen))
-    header = ["judge", "found", "false alarms", *places]
-    body = []
-    for judge, hits in found.items():
-        per_place = [f"{sum(s.name in hits for s in seen if s.place == p)}" for p in places]
-        if judge == "verikda":
-            alarms = f"{t.alarms} of {t.healthy_cases:,} cases"
-        else:
-            alarms = f"{scores[judge].alarms} of {scores[judge].outputs} outputs"
-        body.append([NAMES[judge], f"**{sum(s.name in hits for s in seen)}**", alarms, *per_place])
-    body.append(["faults", str(len(seen)), "", *(str(sum(s.place == p for s in seen)) for p in places)])
-    return header, body
+        alarms.insert(0, f"{t.alarms} of {t.healthy_cases:,} cases")
+    judged = {line["specimen"] for line in lines if line["kind"] == "rival"}
+    seen = [s for s in SPECIMENS.values() if s.name in judged]
+
+    def row(title: str, of: list[Specimen]) -> list[str]:
+        return [title, str(len(of)), *(str(sum(s.name in hits for s in of)) for hits in found.values())]
+
+    places = dict.fromkeys(s.place for s in seen)
+    body = [row(place, [s for s in seen if s.place == place]) for place in places]
+    body += [[f"**{cell}**" for cell in row("all", seen)], ["false alarms", "", *alarms]]
+    return ["place", "faults", *found], body
