@@ -134,6 +134,22 @@ def test_a_fault_that_needs_two_calls_says_that_none_alone_shows_it_or_which_che
     assert ("no single call tried shows it alone" in report.message) == (report.finding is None)
 
 
+def test_a_fault_that_does_not_repeat_is_reported_with_its_steps() -> None:
+    calls = 0
+
+    def once(call: Call, result: Result) -> Result:
+        nonlocal calls
+        calls += 1
+        return replace(result, outputs={**result.outputs, "o": result.outputs["o"] + (calls == 9)})
+
+    report = small(Wrapped(once))
+    assert (report.verdict, report.repeats) == ("fail", False)
+    assert "not each time: it depends on what earlier calls left behind" in report.message
+    assert report.failure is not None
+    assert len(report.failure.steps) > 1
+    assert report.finding is None
+
+
 def test_what_is_written_into_the_pool_is_seen() -> None:
     def scribble(call: Call, result: Result) -> Result:
         if call.problem.h0 is not None and call.problem.h0.base is not None:

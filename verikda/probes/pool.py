@@ -167,7 +167,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def untouched(self) -> None:
         """No call changes the state of a slot that it was not asked to advance, nor the state that it was given."""
-        if hasattr(self, "states") and not np.array_equal(self.states, self.expected, equal_nan=True):
+        if not np.array_equal(self.states, self.expected, equal_nan=True):
             slot = int(np.argwhere((self.states != self.expected).any((1, 2, 3)))[0, 0])
             self._fail([Failure("pool", "h0", f"the call wrote into the state of slot {slot}")], [slot])
 
@@ -204,6 +204,7 @@ class Pool(RuleBasedStateMachine):
         self.steps.append(f"{verb} " + ", ".join(f"{n} tokens to slot {slot}" for slot, n in entries))
         parts = [self._next(slot, n) for slot, n in entries]
         tokens = {name: np.concatenate([x[name] for x in parts], axis=0 if form == "batch" else 1) for name in parts[0]}
+        given: Array | None
         if form == "alone":
             (slot,) = order
             given = self.states[slot : slot + 1]
@@ -211,7 +212,7 @@ class Pool(RuleBasedStateMachine):
             if result is not None and self.slots[slot].fresh:
                 self._agree(result, self._run(self._call(tokens, given), order), order, "a zero state in place of none")
         else:
-            given = self.states[order]
+            given = None if all(self.slots[slot].fresh for slot in order) else self.states[order]
             result = self._run(self._call(tokens, given, lengths if form == "packed" else None), order)
         if result is None:
             return
@@ -302,6 +303,7 @@ def pool_machine(target: Target) -> type[Pool]:
 
     ::
 
+        from hypothesis import settings
         from verikda.probes.pool import pool_machine
         from verikda.targets import resolve
 
