@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import types
+from dataclasses import replace
 
 import calls
 import pytest
@@ -39,6 +40,7 @@ def fused_recurrent_kda(
     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
     allow_neg_eigval=False, lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
+    assert all(x.is_contiguous() for x in (q, k, v, g, beta)), "only the decorator makes inputs contiguous"
     return toy_kda.chunk_kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, False, lower_bound, False, state_v_first, cu_seqlens, A_log,
@@ -56,14 +58,16 @@ def chunk_delta_rule(
     )
 
 
-def elsewhere(function):
-    """What the library's decorator does where another package's kernels are installed."""
+def decorated(function):
+    """What the library's decorators do: another package's kernels where they may, and contiguous tensors."""
 
     @functools.wraps(function)
-    def other(*args, **kwargs):
-        raise AssertionError("the kernels of another package ran")
+    def outer(*args, **kwargs):
+        if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") != "1":
+            raise AssertionError("the kernels of another package ran")
+        return function(*args, **{n: x.contiguous() if hasattr(x, "contiguous") else x for n, x in kwargs.items()})
 
-    return other
+    return outer
 
 
 @pytest.fixture
@@ -74,7 +78,7 @@ def library(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for place, function in (("kda", chunk_kda), ("kda", fused_recurrent_kda), ("delta_rule", chunk_delta_rule)):
         monkeypatch.setattr(function, "__module__", f"fla.ops.{place}.chunk")
-        setattr(sys.modules[f"fla.ops.{place}"], function.__name__, elsewhere(function))
+        setattr(sys.modules[f"fla.ops.{place}"], function.__name__, decorated(function))
     return sys.modules["fla.ops.kda"]
 
 
@@ -89,6 +93,7 @@ def test_parameters_behind_kwargs_arrive(library):
     [
         ("fla", calls.make("float16", shape=(1, 21, 1, 2, 5, 4), cu_seqlens=[0, 4, 21], state_v_first=True)),
         ("fla:recurrent", calls.make("float32", gate="softplus", params=True, backward=False, do=False, dht=False)),
+        ("fla:recurrent", replace(calls.make("float32", backward=False, do=False, dht=False), layout="strided")),
         ("fla:delta", calls.make("bfloat16", shape=(2, 21, 2, 2, 5, 4), gate="none", chunk_size=16)),
     ],
 )
@@ -103,6 +108,12 @@ def test_kernels_of_other_packages_do_not_run_instead(library):
     result = resolve("fla").run(calls.make("bfloat16", shape=(1, 3, 1, 1, 2, 2)))
     assert result.ran.startswith("fla.ops.kda.chunk.chunk_kda (")
     assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
+
+
+def test_a_library_that_was_imported_with_its_choice_is_refused(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.backends", types.SimpleNamespace(_DISPATCH_DISABLED=False))
+    with pytest.raises(TargetError, match="set FLA_DISABLE_BACKEND_DISPATCH=1 before anything imports it"):
+        resolve("fla")
 
 
 def test_a_function_that_cannot_be_unwrapped(library, monkeypatch):

@@ -102,11 +102,14 @@ class Ready:
         return {"stream": arrays.stream(), "shared_limit": shared, "processors": processors}
 
 
-def forward(ready: Ready, *, keep: Collection[str] = (), final_state: bool = True) -> dict[str, Any]:
+def forward(
+    ready: Ready, *, keep: Collection[str] = (), final_state: bool = True, kernels: Backend | None = None
+) -> dict[str, Any]:
     """Run the forward.
 
     Parameters
     ----------
+    kernels : what runs them, in place of the shipped ones.
     keep : intermediates that must be complete, see `kernels_cuda.forward.forward`.
     final_state : whether ht is computed.
 
@@ -118,19 +121,21 @@ def forward(ready: Ready, *, keep: Collection[str] = (), final_state: bool = Tru
     memory = _Memory(arrays)
     with arrays.current():
         forward_plan.forward(
-            backend(arrays.backend), ready.plan(), memory.allocate, keep=keep, final_state=final_state,
+            kernels or backend(arrays.backend), ready.plan(), memory.allocate, keep=keep, final_state=final_state,
             **ready.launch_options(),
         )  # fmt: skip
     return {name: x for name, x in memory.named.items() if name in ("o", "ht", "decay") or name in keep}
 
 
 def backward(
-    ready: Ready, do: Any, dht: Any = None, *, saved: Mapping[str, Any] | None = None, keep: Collection[str] = ()
-) -> dict[str, Any]:
+    ready: Ready, do: Any, dht: Any = None, *, saved: Mapping[str, Any] | None = None, keep: Collection[str] = (),
+    kernels: Backend | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Run the backward.
 
     Parameters
     ----------
+    kernels : what runs them, in place of the shipped ones.
     do, dht : gradients of o and ht; None is 0.
     saved : intermediates of the forward that are used as given, by name; what is missing is computed again.
     keep : intermediates of the backward to return, see `kernels_cuda.backward.backward`.
@@ -142,13 +147,13 @@ def backward(
     call, arrays = ready.call, ready.call.arrays
     memory = _Memory(arrays)
     if saved and not set(needed(ready)) <= set(saved):  # the plan takes all of them or none
-        saved = forward(ready, keep=needed(ready), final_state=False) | dict(saved)
+        saved = forward(ready, keep=needed(ready), final_state=False, kernels=kernels) | dict(saved)
     with arrays.current():
         do = zeros(arrays, call.shape("do"), call.plan.dtype) if do is None else arrays.contiguous(do)
         dht = None if dht is None else arrays.contiguous(dht)
         saved = {name: arrays.contiguous(x) for name, x in (saved or {}).items()}
         backward_plan.backward(
-            backend(arrays.backend), ready.plan(), memory.allocate, do=arrays.address(do),
+            kernels or backend(arrays.backend), ready.plan(), memory.allocate, do=arrays.address(do),
             dht=0 if dht is None else arrays.address(dht),
             saved={name: arrays.address(x) for name, x in saved.items()}, keep=keep, **ready.launch_options(),
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """flash-linear-attention's Triton kernels (package fla-core), as targets. They need a GPU that Triton supports.
 
-The library decorates its functions so that a call can go to kernels of other packages. The functions under test are
-the undecorated ones, and that choice between kernels is switched off inside them too, before the library is first
-imported, so that the file and line in `Result.ran` are of the code that ran.
+The library decorates its functions: some decorators make inputs contiguous, which is part of what users call, another
+can send a call to kernels of other packages. That choice is switched off before the library is first imported, so that
+the file and line in `Result.ran` are of the code that ran.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,15 +28,16 @@ NO_FLOAT32 = "float32 inputs run through TF32 products, which is no float32 cont
 
 
 def library_function(module: str, name: str, target: str) -> Callable[..., Any]:
-    """The function `name` of `fla.ops.module`, without the decorator that may replace it.
+    """The function `name` of `fla.ops.module`, as users call it, with the library's own kernels.
 
     Raises
     ------
     TargetError
-        When fla-core or torch is missing, or the function cannot be unwrapped to code in its own file.
+        When fla-core or torch is missing, the library may send calls to other packages' kernels, or the function is
+        not of its own file.
     """
     import_torch(target)
-    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
     place = f"fla.ops.{module}"
     try:
         decorated = getattr(importlib.import_module(place), name)
@@ -44,10 +46,17 @@ def library_function(module: str, name: str, target: str) -> Callable[..., Any]:
             f"target {target} needs flash-linear-attention, and {place} cannot be imported "
             f"({type(error).__name__}: {error}): pip install fla-core einops, on a machine with a GPU"
         ) from error
-    function: Callable[..., Any] = inspect.unwrap(decorated)
-    code = getattr(function, "__code__", None)
-    if code is None or code.co_name != name or not function.__module__.startswith(place):
-        raise TargetError(f"{place}.{name} could not be unwrapped to the library's own code (found {function!r})")
+    backends = sys.modules.get("fla.backends")
+    if backends is not None and not getattr(backends, "_DISPATCH_DISABLED", False):
+        raise TargetError(
+            f"target {target}: fla was imported before its choice of other packages' kernels could be switched off; "
+            "set FLA_DISABLE_BACKEND_DISPATCH=1 before anything imports it"
+        )
+    function: Callable[..., Any] = decorated
+    own = inspect.unwrap(function)
+    code = getattr(own, "__code__", None)
+    if code is None or code.co_name != name or not own.__module__.startswith(place):
+        raise TargetError(f"{place}.{name} could not be unwrapped to the library's own code (found {own!r})")
     return function
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kernels_cuda.host_build import CompileError, compiler
+from kernels_cuda.modules import Backend
 from kernels_cuda.sources import source_hash
 from oracles.contract import Contract
 from verikda.call import Call, Capabilities, Result
@@ -121,6 +122,13 @@ def cuda(name: str = "verikda:cuda") -> Own:
     return Own(name, copied, f"CuPy on {device}", replace(EVERYTHING, layouts=("contiguous",), notes=notes))
 
 
+def on(kernels: Backend, name: str, capabilities: Capabilities = EVERYTHING) -> Own:
+    """On NumPy arrays, through a backend of one's own, such as one of changed sources."""
+    on_gpu = kernels.name == "cuda"
+    functions = [NumpyFunction(_with_reverse(f, on_gpu=on_gpu, kernels=kernels), name) for f in FUNCTIONS]
+    return Own(name, functions, f"changed, on the {'GPU' if on_gpu else 'CPU'}", capabilities)
+
+
 def gpu_missing() -> str | None:
     """Why kernels cannot run on a GPU here, None where they can."""
     try:
@@ -138,7 +146,9 @@ def _torch_has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _with_reverse(function: Callable[..., Any], on_gpu: bool = False) -> Callable[..., Mapping[str, Any]]:
+def _with_reverse(
+    function: Callable[..., Any], on_gpu: bool = False, kernels: Backend | None = None
+) -> Callable[..., Mapping[str, Any]]:
     """`function` on NumPy arrays with do and dht as further parameters, answering forward and reverse at once.
 
     The reverse gets what autograd would have saved.
@@ -151,11 +161,11 @@ def _with_reverse(function: Callable[..., Any], on_gpu: bool = False) -> Callabl
         final_state, save = arguments["output_final_state"], arguments["disable_recompute"]
         ready = Ready.of(check_call(**{"g": None, **arguments}, gated="g" in arguments))
         keep = engine.needed(ready) if save else ()
-        out = engine.forward(ready, keep=keep, final_state=final_state)
+        out = engine.forward(ready, keep=keep, final_state=final_state, kernels=kernels)
         found = {"o": out["o"], "final_state": out.get("ht")}
         if do is not None or dht is not None:
             saved = {name: out[name] for name in (*keep, "decay") if name in out} if save else None
-            found |= engine.backward(ready, do, dht, saved=saved)
+            found |= engine.backward(ready, do, dht, saved=saved, kernels=kernels)
         return {name: x.get() if on_gpu and x is not None else x for name, x in found.items()}
 
     known = inspect.signature(function).parameters.values()

@@ -59,7 +59,6 @@ SOFTPLUS = replace(PACK, gate_in_kernel=True, A_log=True, dt_bias=True, qk_l2nor
 FLOAT = replace(USUAL, dtype="float32")
 _LATER = "(s < 8 ? exp(fall[7][0]) : 1.f)"  # in float calls, which keep sums of decays
 _DW = "        }\n        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2"
-_SUFFIX = "    low += shfl(high, l % 4);\n    return shfl(low, l % 4);\n"
 _ROWS = "c.rows = i32(min(i64(C), offsets[low + 1] - c.token))"
 _ELEMENT = "(v_first ? e * K + d : d * V + e)"
 
@@ -76,7 +75,7 @@ MUTATIONS: dict[str, Mutation] = {
         (("intra.cuh", " row * ld, plane, q[i], x.value(),", f" row * ld, plane, q[i], x.value() / {_LATER},"),
          ("intra.cuh", "8) * ld, plane, k[i], x.value(),", f"8) * ld, plane, k[i], x.value() / {_LATER},"),
          ("intra.cuh", "16) * ld, plane, k[i], x.value(),", f"16) * ld, plane, k[i], x.value() * {_LATER},")),
-        replace(FLOAT, lengths=(14,)), ("prefix",), ("fla #1240",), "float32"),
+        replace(FLOAT, lengths=(20,)), ("prefix",), ("fla #1240",), "float32"),
     "CUDA_RESET_IS_NAN": _one(
         "decay", "a hard reset stays -inf: differences of sums of decays are NaN",
         ("gate.cuh", "return g < strongest_log<T> ? strongest_log<T> : g;", "return g;"),
@@ -89,14 +88,6 @@ MUTATIONS: dict[str, Mutation] = {
         "decay", "rows beyond the sequence decay the state: the gate of 0 is not 0",
         ("prepare.cu", "x.fall[i][0] = i < live ?", "x.fall[i][0] = count > 0 ?"), SOFTPLUS,
         modelled_on=("cuLA #38",), regime="gate in the kernel, a ragged last chunk"),
-    "CUDA_SOFTPLUS_LARGE": _one(
-        "gate", "softplus as log(1 + exp z) in one step: infinite for large z",
-        ("gate.cuh", "g = -rate * (fmax(z, 0.f) + log1p(exp(-fabs(z))));", "g = -rate * log1p(exp(z));"),
-        replace(SOFTPLUS, gate_magnitude=500.0), regime="raw gates above 88"),
-    "CUDA_RESET_LEAKS": _one(
-        "gate gradient", "rounding of other tokens reaches dg of a hard reset, where it must be 0",
-        ("backward_intra.cu", "decay > no_decay_left<T> ? sum : 0.f", "sum"), replace(USUAL, gate_regime="reset"),
-        regime="g = -inf"),
     # Aqk, L and the inverse
     "CUDA_DIAGONAL_OF_AQK": _one(
         "mask", "a token does not see its own write",
@@ -154,10 +145,10 @@ MUTATIONS: dict[str, Mutation] = {
     # the scan
     "CUDA_STATE_NOT_DECAYED": _one(
         "state", "the state keeps its size from chunk to chunk",
-        ("state.cu", "*= fall[s][m][i / 2]", "*= 1.f"), USUAL, regime="more than one chunk"),
+        ("state.cu", "fma(x, fall[s][m][i / 2], gain", "fma(x, 1.f, gain"), USUAL, regime="more than one chunk"),
     "CUDA_STATE_TRANSPOSED": _one(
         "state", "[V,K] states are read and written as [K,V]",
-        ("state.cu", _ELEMENT, "d * V + e"), replace(USUAL, state_v_first=True), ("floor", "v_first"),
+        ("state.cu", _ELEMENT, "d * V + e"), replace(USUAL, state_v_first=True), ("floor",),
         ("vllm #41292",), "state_v_first, K != V or a state that is not symmetric"),
     "CUDA_STATE_OFFSET_16": _one(
         "int32 offset", "an offset is kept in 16 bits: the fault of 32 bits at a size that a CPU reaches",
@@ -190,7 +181,7 @@ MUTATIONS: dict[str, Mutation] = {
     # backward
     "CUDA_DS_NOT_DECAYED": _one(
         "state gradient", "the gradient of the state keeps its size from chunk to chunk",
-        ("backward_state.cu", "x *= fall[row];", "x *= 1.f + 0.f * fall[row];"), USUAL),
+        ("backward_state.cu", "fma(x, fall[16 * m + frag_row(lane(), i)]", "fma(x, 1.f"), USUAL),
     "CUDA_DS_SIGN": _one(
         "state gradient", "W^T dU is added in place of subtracted",
         ("backward_state.cu", "add(dS[s], change, -1.f);", "add(dS[s], change, 1.f);"), USUAL),
@@ -231,12 +222,5 @@ MUTATIONS: dict[str, Mutation] = {
     "CUDA_DBETA_INTRA": _one(
         "beta", "dbeta lacks the part of L",
         ("backward_intra.cu", "db[i / 2] = fma(dK, Kc[j], db[i / 2]);", ""), USUAL),
-    "CUDA_TOTAL_MINUS_PREFIX": _one(
-        "gate gradient", "suffix sums pass through the total: late gradients drown beside large early ones",
-        ("backward_common.cuh", _SUFFIX,
-         "    low += shfl(high, l % 4);\n    const float total = shfl(low, l % 4);\n"
-         "    low = (low - total) + total, high = (high - total) + total;\n    return total;\n"),
-        Case(lengths=(64,), K=16, V=16, gate_magnitude=0.1, do_regime="first_token_only", seed=3),
-        regime="float32, early tokens with far larger gradients"),
 }  # fmt: skip
 """By name."""

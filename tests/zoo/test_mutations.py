@@ -1,0 +1,39 @@
+"""Faults planted in the CUDA sources, run on the CPU: each is seen by every check that it names, and none is stale."""
+
+from __future__ import annotations
+
+import pytest
+
+from verikda.checks import named
+from verikda.inputs import make_call
+from verikda.run_case import run_call
+from verikda.targets import own
+from verikda.zoo.cuda import Changed, MutationTarget
+from verikda.zoo.mutations import MUTATIONS
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_check_that_a_mutation_names_sees_it(name: str) -> None:
+    mutation = MUTATIONS[name]
+    target = MutationTarget(name, "host")
+    outcomes, _, _ = run_call(target, make_call(mutation.shown_by), named(mutation.kills))
+    assert {o.check for o in outcomes if o.verdict == "fail"} == set(mutation.kills)
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(m.shown_by for m in MUTATIONS.values()), ids=lambda c: c.to_json()[:60])
+def test_the_shipped_kernels_pass_where_mutations_show(case) -> None:  # type: ignore[no-untyped-def]
+    outcomes, _, _ = run_call(own.host(), make_call(case), named(("floor", "prefix", "repeat")))
+    assert {o.verdict for o in outcomes} == {"pass"}
+
+
+def test_an_edit_that_no_longer_fits_is_said() -> None:
+    with pytest.raises(ValueError, match=r"gate\.cuh no longer has 'no such text'"):
+        Changed([("gate.cuh", "no such text", "")])
+
+
+def test_files_that_no_edit_reaches_are_the_shipped_ones() -> None:
+    changed = Changed([("layout.cu", "end = total * row_bytes", "end = 0 * total * row_bytes")])
+    from kernels_cuda import sources
+
+    kept = [p for p in sources.kernel_files() if (changed.root / p.name).read_bytes() == p.read_bytes()]
+    assert {p.name for p in sources.kernel_files()} - {p.name for p in kept} == {"layout.cu"}
