@@ -94,6 +94,15 @@ def test_a_window_that_restarts_is_seen_in_the_state() -> None:
     assert "in the state" in found["ht"].detail
 
 
+def test_a_decay_that_loses_digits_grows_both_ways() -> None:
+    """What a chunk passes on decays by a rounded factor: the state forward, its gradient back."""
+    found = along(Fault.DECAY_BF16, 1024, "float16")
+    assert "towards the end" in found["o"].says
+    assert "towards the start" in found["dv"].says
+    assert found["dv"].ratios[-1] < 1.5
+    assert {found[name].verdict for name in ("o", "ht", "dv", "dh0")} == {"fail"}
+
+
 def test_errors_that_grow_towards_the_start() -> None:
     assert growth((8.0, 4.0, 2.0, 1.0)) == pytest.approx(1 / 8)
     assert Drift("dk", "float32", drift_case(ZooTarget(), "float32", 64), (8.0, 1.0), 1 / 8, "fail", "").says == (
