@@ -169,6 +169,12 @@ def capture(folder: Path, script: Path, arguments: tuple[str, ...], functions: t
 @click.option("--kill-matrix", is_flag=True, help="Search every planted fault with each seed.")
 @click.option("--compare", is_flag=True, help="Judge the planted faults with the tests in use today (needs torch).")
 @click.option("--fault", "faults", multiple=True, help="Only this planted fault; may be given several times.")
+@click.option(
+    "--where",
+    type=click.Choice(("python", "boundary", "cuda")),
+    multiple=True,
+    help="Only faults planted there; repeatable. Left out: all but cuda, whose kernels are compiled one by one.",
+)
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Seeds of the kill matrix.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes of the kill matrix.")
 @click.option(
@@ -191,6 +197,7 @@ def zoo(
     kill_matrix: bool,
     compare: bool,
     faults: tuple[str, ...],
+    where: tuple[str, ...],
     seeds: int,
     jobs: int,
     json_path: Path | None,
@@ -204,7 +211,7 @@ def zoo(
     """
     from verikda.zoo.command import zoo_command
 
-    return zoo_command(target, kill_matrix, compare, faults, seeds, jobs, json_path, report, findings)
+    return zoo_command(target, kill_matrix, compare, faults, where, seeds, jobs, json_path, report, findings)
 
 
 @main.command()

@@ -15,20 +15,23 @@ from verikda.zoo.specimens import HEALTHY, SPECIMENS, specimen
 PASS, FAIL = 0, 1
 
 
-def chosen(names: Iterable[str]) -> list[str]:
-    """Names of the specimens asked for, all of them where none is.
+NUMPY = ("python", "boundary")
+"""Where faults are planted that need nothing compiled: what is taken unless the user says otherwise."""
+
+
+def chosen(names: Iterable[str], where: Iterable[str] = NUMPY) -> list[str]:
+    """Names of the specimens asked for; where none is, all that are planted in one of the places `where`.
 
     Raises
     ------
     ValueError
         For a name that the zoo does not have.
     """
-    return [specimen(name).name for name in names] or list(SPECIMENS)
+    return [specimen(name).name for name in names] or [n for n, s in SPECIMENS.items() if s.where in where]
 
 
-def kill_matrix(names: Iterable[str], seeds: int, jobs: int, json_path: Path | None, markdown: Path | None) -> int:
+def kill_matrix(wanted: list[str], seeds: int, jobs: int, json_path: Path | None, markdown: Path | None) -> int:
     """Hunt every fault with every seed that the record lacks; status 1 when one is missed or health raises an alarm."""
-    wanted = chosen(names)
     lines = [] if json_path is None else matrix.read(json_path)
     done = {(k.specimen, k.seed) for k in matrix.kills(lines)}
     todo = [(n, seed) for seed in range(seeds) for n in (*wanted, HEALTHY.name) if (n, seed) not in done]
@@ -92,6 +95,7 @@ def zoo_command(
     kill: bool,
     compare: bool,
     names: tuple[str, ...],
+    where: tuple[str, ...],
     seeds: int,
     jobs: int,
     json_path: Path | None,
@@ -111,10 +115,10 @@ def zoo_command(
         )
     if (kill or compare) and target is not None:
         raise ValueError(f"no target is run with --kill-matrix or --compare; leave out {target}")
-    if not kill and (seeds, jobs) != (1, 1):
-        raise ValueError("--seeds and --jobs belong to --kill-matrix")
+    if not kill and (seeds, jobs, where) != (1, 1, ()):
+        raise ValueError("--seeds, --jobs and --where belong to --kill-matrix")
     if kill:
-        return kill_matrix(names, seeds, jobs, json_path, markdown)
+        return kill_matrix(chosen(names, where or NUMPY), seeds, jobs, json_path, markdown)
     if compare:
         return comparison(names, json_path, markdown)
     if json_path is not None or markdown is not None:

@@ -137,7 +137,7 @@ MUTATIONS: dict[str, Mutation] = {
     "CUDA_GROUP_SUM": _one(
         "grouping", "gradients of q and k of the first value head of a group only",
         ("backward_gate.cu", "for (int g = 0; g < group; ++g) dy +=", "for (int g = 0; g < 1; ++g) dy +="), PACK,
-        modelled_on=("npu #106",), regime="grouped values"),
+        modelled_on=("flash-linear-attention-npu #106",), regime="grouped values"),
     "CUDA_GROUP_MAP": _one(
         "grouping", "value head i reads query head i mod H in place of i / group",
         ("prepare.cu", "head / share * K", "head % H * K"), PACK, ("floor", "grouped_repeated"),

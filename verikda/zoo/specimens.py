@@ -8,7 +8,9 @@ from functools import partial
 from typing import Literal
 
 from verikda.targets.base import Target
+from verikda.zoo.cuda import MutationTarget
 from verikda.zoo.faults import Fault, forget
+from verikda.zoo.mutations import MUTATIONS
 from verikda.zoo.target import ZooTarget
 
 Where = Literal["python", "boundary", "cuda"]
@@ -56,8 +58,15 @@ def _specimen(fault: Fault) -> Specimen:
     return Specimen(fault.name, where, i.place, i.what, i.modelled_on, i.regime, i.kills, partial(fresh, fault))
 
 
+def _mutation(name: str) -> Specimen:
+    m = MUTATIONS[name]
+    return Specimen(name, "cuda", m.place, m.what, m.modelled_on, m.regime, m.kills, partial(MutationTarget, name))
+
+
 HEALTHY = _specimen(Fault.NONE)
-SPECIMENS = {fault.name: _specimen(fault) for fault in Fault if fault is not Fault.NONE}
+SPECIMENS = {fault.name: _specimen(fault) for fault in Fault if fault is not Fault.NONE} | {
+    name: _mutation(name) for name in MUTATIONS
+}
 """Every planted fault by name."""
 
 
