@@ -64,7 +64,7 @@ class FakeCuda:
         return self.Stream()
 
     @contextlib.contextmanager
-    def graph(self, graph: Any, pool: Any, stream: Any) -> Any:
+    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
         if not self.captures:
             raise RuntimeError("operation not permitted when stream is capturing")
         yield

@@ -18,6 +18,7 @@ import toy_kda
 
 from verikda.call import Refused
 from verikda.targets import TargetError, resolve
+from verikda.targets import jla as module
 
 
 def device_put(x):
@@ -59,14 +60,15 @@ def linear_attention(kind, q, k, v, *, impl, scale, initial_state, output_final_
 
 
 def install(monkeypatch, operator=linear_attention, capability="9.0"):
+    module.compiled.cache_clear()
     jax, jla, ops = (types.ModuleType(name) for name in ("jax", "jla", "jla.ops"))
     device = types.SimpleNamespace(compute_capability=capability, device_kind="NVIDIA H200")
     jax.__version__, jla.__version__, ops.linear_attention = "0.11.2", "0.1.0", operator
     jax.device_put, jax.device_get, jax.vjp, jax.jit = device_put, device_get, vjp, lambda f: f
     jax.devices = lambda: [device]
     jax.numpy = types.SimpleNamespace(zeros_like=torch.zeros_like)
-    for module in (jax, jla, ops):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for made in (jax, jla, ops):
+        monkeypatch.setitem(sys.modules, made.__name__, made)
 
 
 KDA = calls.make("bfloat16", shape=(2, 21, 2, 2, 5, 4), problem={"qk_l2norm": True})
@@ -89,6 +91,17 @@ def test_right(name, call, monkeypatch):
     result = target.run(call)
     assert result.ran == "jla 0.1.0, mosaic_gpu, JAX 0.11.2 on NVIDIA H200"
     assert ("dq" in result.outputs) == call.backward
+
+
+def test_equal_calls_are_compiled_once(monkeypatch):
+    install(monkeypatch)
+    compiled = []
+    monkeypatch.setattr(sys.modules["jax"], "jit", lambda f: compiled.append(f) or f)
+    target = resolve("jla")
+    first = target.run(KDA)
+    again = target.run(KDA)
+    assert np.array_equal(first.outputs["dq"], again.outputs["dq"])
+    assert len(compiled) == 2  # forward, and forward with reverse
 
 
 def changed(**change):

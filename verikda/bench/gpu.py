@@ -159,7 +159,8 @@ def captured(torch: Any, prepare: Sequence[Callable[[], Callable[[], Any]]]) -> 
     pool, graphs = torch.cuda.graph_pool_handle(), []
     for call in calls:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=side):
+        # Threads of other libraries may ask the device for something meanwhile; that is no error of this capture.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             call()
         graphs.append(graph)
     return lambda i: graphs[i % len(graphs)].replay()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from oracles.contract import Contract, operands16, storage16
@@ -144,15 +145,27 @@ def both_ways(
     """{"o", "final_state"} and, where a gradient comes in, those of the inputs that are given."""
     import jax
 
+    forward, reverse = compiled(operator, kind, kernels, tuple(options.items()))
+    given = {n: jax.device_put(x) for n, x in inputs.items() if x is not None}
+    if do is None and dht is None:
+        o, state = jax.device_get(forward(given))
+        return {"o": o, "final_state": state}
+    incoming = {n: jax.device_put(x) for n, x in (("do", do), ("dht", dht)) if x is not None}
+    o, state, gradients = jax.device_get(reverse(given, incoming))
+    return {"o": o, "final_state": state, **{f"d{n}": x for n, x in gradients.items()}}
+
+
+@cache
+def compiled(
+    operator: Callable[..., Any], kind: str, kernels: str, options: tuple[tuple[str, Any], ...]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward, and forward with reverse, as JAX compiles them: once for each set of shapes, which takes seconds."""
+    import jax
+
     def forward(given: Mapping[str, Any]) -> Any:
         q, k, v = (given[n] for n in ("q", "k", "v"))
         rest = {n: x for n, x in given.items() if n not in ("q", "k", "v", "h0")}
-        return operator(kind, q, k, v, impl=kernels, initial_state=given.get("h0"), **rest, **options)
-
-    given = {n: jax.device_put(x) for n, x in inputs.items() if x is not None}
-    if do is None and dht is None:
-        o, state = jax.device_get(jax.jit(forward)(given))
-        return {"o": o, "final_state": state}
+        return operator(kind, q, k, v, impl=kernels, initial_state=given.get("h0"), **rest, **dict(options))
 
     def reverse(given: Mapping[str, Any], incoming: Mapping[str, Any]) -> Any:
         (o, state), pull = jax.vjp(forward, given)
@@ -162,6 +175,4 @@ def both_ways(
         ]
         return o, state, pull(tuple(cotangents))[0]
 
-    incoming = {n: jax.device_put(x) for n, x in (("do", do), ("dht", dht)) if x is not None}
-    o, state, gradients = jax.device_get(jax.jit(reverse)(given, incoming))
-    return {"o": o, "final_state": state, **{f"d{n}": x for n, x in gradients.items()}}
+    return jax.jit(forward), jax.jit(reverse)

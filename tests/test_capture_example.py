@@ -1,0 +1,54 @@
+"""The example of captured calls: a small Kimi-Linear really is trained, and what it keeps is what is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers.models.kimi_linear", reason="needs transformers: pip install 'verikda[peers]'")
+pytest.importorskip("safetensors", reason="needs safetensors: pip install 'verikda[torch]'")
+
+from oracles.recurrence import forward_reverse
+from verikda import capture_example as example
+from verikda.capture_file import load_call
+from verikda.targets import resolve
+
+STORED = Path(__file__).parent.parent / "reports" / "cpu"
+
+
+def test_one_step_is_trained_kept_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "TARGETS", ("transformers", "nowhere"))
+    monkeypatch.setattr(example, "TOKENS", 70)
+    monkeypatch.setattr(example, "CHECKED", example.CHECKED[:1])
+    arguments = ["--steps", "2", "--folder", str(tmp_path / "c"), "--report", str(tmp_path / "r.md")]
+    example.main(arguments)
+    kept = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert kept == [f"trained-{kind}-layer{i}.safetensors" for kind in ("bfloat16", "float32") for i in (1, 2)]
+    call, function = load_call(tmp_path / "c" / "trained-float32-layer1.safetensors")
+    assert function == example.OPERATOR
+    p = call.problem
+    assert (p.gate, p.qk_l2norm, p.g is not None, call.backward) == ("log", True, True, True)
+    truth, found = forward_reverse(p), resolve("transformers").run(call).outputs
+    for n, x in truth.items():
+        assert np.abs(found[n] - x).max() <= 1e-4 * (np.abs(x).max() + 1e-9), n
+    text = (tmp_path / "r.md").read_text()
+    assert "2 steps of 2 x 70 bytes" in text
+    assert text.count("| trained-float32-layer1 | transformers | pass | o ") == 1
+    assert text.count("| nowhere | not run: target 'nowhere' is not known") == 4
+    assert text.count("| g, nats per token |") == 6
+    assert "- transformers ran transformers.models.kimi_linear" in text
+
+
+def test_the_stored_calls_are_small_whole_and_in_the_report() -> None:
+    files = sorted((STORED / "captured").iterdir())
+    assert len(files) == 4
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+    text = (STORED / "captured.md").read_text()
+    for path in files:
+        call, _ = load_call(path)
+        median = float(np.quantile(example.distribution(call)["beta"], 0.5))
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| beta | {path.stem} |")]
+        assert row.split(" | ")[5] == f"{median:.3g}"
+        assert f"| {path.stem} | transformers |" in text
