@@ -58,6 +58,24 @@ template <class T> VK_DEVICE float log_decay(const Gate& gate, float x, float ra
 template <class T> VK_DEVICE float exp_decay(float log) { return is_16bit<T> ? exp2(log) : exp(log); }
 template <class T> VK_DEVICE float exp_decay_flush(float log) { return is_16bit<T> ? exp2_flush(log) : exp(log); }
 
+// 2^x for x <= 0 within 1 ulp, by a Taylor series: for the few factors that a whole state is multiplied by.
+VK_DEVICE float exp2_close(float x) {
+    if (x <= -150.f) return 0.f;
+    if (x != x) return x;
+    const i32 n = i32(x - 0.5f);
+    const float f = x - float(n);  // in [-0.5, 0.5], exact
+    float y = 1.5252734e-5f;
+    y = fma(y, f, 1.5403530e-4f);
+    y = fma(y, f, 1.3333558e-3f);
+    y = fma(y, f, 9.6181291e-3f);
+    y = fma(y, f, 5.5504109e-2f);
+    y = fma(y, f, 2.4022651e-1f);
+    y = fma(y, f, 6.9314718e-1f);
+    y = fma(y, f, 1.f);
+    const i32 normal = max(n, -126);
+    return y * as_float(u32(normal + 127) << 23) * as_float(u32(n - normal + 127) << 23);
+}
+
 VK_DEVICE float write_strength(float x, int kind) {
     if (kind == beta_given) return x;
     return kind == beta_sigmoid ? sigmoid(x) : 2.f * sigmoid(x);

@@ -250,11 +250,12 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     to_Q += strideK, to_W += strideK;
                 }
                 products.diagonal += sum_lanes(dot);
-                // exp gC is the factor of W's last row to the bit: with beta near 1 all but 1 - beta of one cancels the other.
+                // exp gC. In float calls it is the factor of W's last row to the bit: with beta near 1 all but 1 - beta of one
+                // cancels the other. 16-bit calls round W, and a state that lives long needs each of its factors exact.
                 if (decay && group == (rows - 1) / 8) {
                     float* const to = decay + (i64(chunk_index) * HV + head) * K + channel;
-                    if (count > 0) to[0] = f0.value() * e0;
-                    if (count > 1) to[1] = f1.value() * e1;
+                    if (count > 0) to[0] = is_16bit<T> ? exp2_close(before[0] + total[64 * group]) : f0.value() * e0;
+                    if (count > 1) to[1] = is_16bit<T> ? exp2_close(before[1] + total[64 * group + 1]) : f1.value() * e1;
                 }
             }
             {

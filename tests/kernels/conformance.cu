@@ -1,5 +1,6 @@
 // One small kernel per primitive of vk.cuh and tile.cuh. Each only moves registers to and from global memory, so that a
 // test can compare the bits with plain loops, for the host twin and for the device.
+#include "../../kernels_cuda/gate.cuh"
 #include "tile.cuh"
 
 namespace vk {
@@ -93,7 +94,7 @@ VK_KERNEL void copies(const u32* x, const i32* pred, u32* out) {  // [3, threads
     }
 }
 
-VK_KERNEL void math(const float* x, const float* y, const float* z, float* out, i32 n) {  // [10, n]
+VK_KERNEL void math(const float* x, const float* y, const float* z, float* out, i32 n) {  // [11, n]
     for (int i = bidx() * nthreads() + tid(); i < n; i += gdimx() * nthreads()) {
         float* const p = out + i;
         p[0 * n] = exp2(x[i]);
@@ -106,6 +107,7 @@ VK_KERNEL void math(const float* x, const float* y, const float* z, float* out, 
         p[7 * n] = fmax(x[i], y[i]);
         p[8 * n] = fmin(x[i], y[i]);
         p[9 * n] = fabs(x[i]);
+        p[10 * n] = exp2_close(-fabs(x[i]));
     }
 }
 
