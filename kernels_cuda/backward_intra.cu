@@ -164,8 +164,9 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 
         float aQ[1][NT_][4], aK[1][NT_][4], aG[1][NT_][4];
         clear(aQ);  // dQi
-        clear(aK);  // left
-        clear(aG);  // right
+        clear(aK);  // beta left + right
+        clear(aG);  // dGamma: dQi * Q + (beta left - right) * K
+        const float b[2] = {sb[at.row + l / 4], sb[at.row + l / 4 + 8]};
         if constexpr (Gated) {
             if (tid() < 64) {
                 const float* const total = sc + 15 * ldc + tid();
@@ -193,6 +194,19 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             to_fragments(di, aQ);
             to_fragments(le, aK);
             to_fragments(ri, aG);
+            each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
+                float Kc[2], Qc[2];
+                Kr.pair(r, col, Kc[0], Kc[1]);
+                Qr.pair(r, col, Qc[0], Qc[1]);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    float &dK = aK[0][n][i + j], &right = aG[0][n][i + j];
+                    const float left = b[i / 2] * dK;
+                    db[i / 2] = fma(dK, Kc[j], db[i / 2]);
+                    dK = left + right;
+                    right = fma(aQ[0][n][i + j], scale * Qc[j], (left - right) * Kc[j]);
+                }
+            });
             sync();
         }
 
@@ -211,9 +225,9 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             op0.set_piece(r, d, y);
         }
         sync();
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const Triangle one[1] = {m[e]};
+#pragma unroll 1
+        for (int e = 0; e < 2; ++e) {  // one copy of the code, for dAqk and X: fewer registers
+            const Triangle one[1] = {e == 0 ? m[0] : m[1]};
             float sum[1][1][NT_][4];
             clear(sum[0]);
 #pragma unroll 1
@@ -222,10 +236,27 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 wide_mma<false, W_>(sum, one, I0, J, op0, 16 * J, at.column);
             }
             each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
-                float(&to)[4] = e == 0 ? aQ[0][n] : aK[0][n];
+                float x[2], y[2], fall[2];  // x: of K; y: what is multiplied last
+                Kr.pair(r, col, x[0], x[1]);
+                if (e == 0) Qr.pair(r, col, y[0], y[1]);
 #pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    to[i + j] = fma(sum[0][0][n][i + j], Gated ? exp_decay_flush<T>(sc[r * ldc + col + j]) : 1.f, to[i + j]);
+                for (int j = 0; j < 2; ++j) {
+                    const float s = sum[0][0][n][i + j];
+                    fall[j] = Gated ? exp_decay_flush<T>(sc[r * ldc + col + j]) : 1.f;
+                    y[j] = (e == 0 ? scale * y[j] : b[i / 2] * x[j]) * fall[j];
+                    if (e == 0) {
+                        aQ[0][n][i + j] = fma(s, fall[j], aQ[0][n][i + j]);
+                    } else {
+                        const float left = s * fall[j];
+                        db[i / 2] = fma(left, x[j], db[i / 2]);
+                        aK[0][n][i + j] = fma(b[i / 2], left, aK[0][n][i + j]);
+                    }
+                }
+                if constexpr (Gated) {
+                    as_split<T>(y[0], y[1]);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) aG[0][n][i + j] = fma(sum[0][0][n][i + j], y[j], aG[0][n][i + j]);
+                }
             });
         }
 
@@ -255,23 +286,26 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             wide_mma<true, W_>(below, {m[0]}, I, I0, op0, 16 * I, at.column);
             wide_mma<true, W_>(below, {m[1]}, I, I0, op1, 16 * I, at.column);
         }
-        const float b[2] = {sb[at.row + l / 4], sb[at.row + l / 4 + 8]};
         each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
-            float Kc[2], Qc[2];
-            Kr.pair(r, col, Kc[0], Kc[1]);
-            Qr.pair(r, col, Qc[0], Qc[1]);
-            const float diagonal = Gated ? *m[0].diagonal(I0, r % 16, r % 16) : 0.f;
+            if constexpr (!Gated) {
+                aK[0][n][i] += below[0][0][n][i];
+                aK[0][n][i + 1] += below[0][0][n][i + 1];
+            } else {
+                float Kc[2], Qc[2], y[2];
+                Kr.pair(r, col, Kc[0], Kc[1]);
+                Qr.pair(r, col, Qc[0], Qc[1]);
+                const float diagonal = *m[0].diagonal(I0, r % 16, r % 16);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float &dQ = aQ[0][n][i + j], &dK = aK[0][n][i + j], &right = aG[0][n][i + j];
-                float x = below[0][0][n][i + j];
-                if constexpr (Gated) x *= exp_decay_flush<T>(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
-                right += x;
-                const float left = b[i / 2] * dK, Qs = scale * Qc[j];
-                db[i / 2] = fma(dK, Kc[j], db[i / 2]);
-                dK = fma(diagonal, Qs, left + right);
-                if constexpr (Gated) right = fma(dQ, Qs, (left - right) * Kc[j]);
-                dQ = fma(diagonal, Kc[j], dQ);
+                for (int j = 0; j < 2; ++j) {
+                    const float fall = exp_decay_flush<T>(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
+                    const float right = below[0][0][n][i + j] * fall;
+                    y[j] = Kc[j] * fall;
+                    aK[0][n][i + j] = fma(diagonal, scale * Qc[j], aK[0][n][i + j] + right);
+                    aQ[0][n][i + j] = fma(diagonal, Kc[j], aQ[0][n][i + j]);
+                }
+                as_split<T>(y[0], y[1]);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) aG[0][n][i + j] = fma(-below[0][0][n][i + j], y[j], aG[0][n][i + j]);
             }
         });
 

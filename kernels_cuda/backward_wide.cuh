@@ -3,7 +3,10 @@
 //     sum_j M_ij K_j exp(Gamma_i - Gamma_j)     sum_i M_ij Q_i exp(Gamma_i - Gamma_j)     for M = dAqk and X
 //
 // Float calls keep operands as they are; for 16-bit calls x = hi + lo in bf16 (float's range, relative error 2^-17), and a
-// product is hi hi + hi lo + lo hi. Pairs inside a block of 16 rows are summed in float.
+// product is that of both sums. Pairs inside a block of 16 rows are summed in float.
+//
+// dg adds a pair of tokens to the rows of one and takes it from the rows of the other. For both to be the same number, to
+// float's precision, the row that is multiplied last is the sum hi + lo too: `as_split`.
 #pragma once
 #include "backward_common.cuh"
 
@@ -21,6 +24,16 @@ template <> struct Wide<float> {
 VK_DEVICE void split2(u32& hi, u32& lo, float x, float y) {
     hi = bf16x2_round(x, y);
     lo = bf16x2_round(x - as_float(hi << 16), y - as_float(hi & 0xffff0000u));
+}
+
+// Two numbers as their products see them.
+template <class T> VK_DEVICE void as_split(float& x, float& y) {
+    if constexpr (is_16bit<T>) {
+        u32 hi, lo;
+        split2(hi, lo, x, y);
+        x = as_float(hi << 16) + as_float(lo << 16);
+        y = as_float(hi & 0xffff0000u) + as_float(lo & 0xffff0000u);
+    }
 }
 
 // Rows x Columns wide elements; 16-bit calls have a second plane with the low parts.
@@ -99,6 +112,7 @@ VK_DEVICE void wide_mma(float (&acc)[E][1][N / 8][4], const WideTriangle<T, C> (
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const u32 ph[2] = {bh[2 * h], bh[2 * h + 1]}, pl[2] = {bl[2 * h], bl[2 * h + 1]};
+                    mma16816<bf16>(acc[e][0][n + h], lo[e], pl);
                     mma16816<bf16>(acc[e][0][n + h], lo[e], ph);
                     mma16816<bf16>(acc[e][0][n + h], hi[e], pl);
                     mma16816<bf16>(acc[e][0][n + h], hi[e], ph);
