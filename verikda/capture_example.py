@@ -153,7 +153,7 @@ def verdict_rows(files: Sequence[Path]) -> Iterator[str]:
     """Lines of the table of verdicts, `CHECKED` on every file and target; then what ran."""
     yield "| call | target | verdict | worst error over noise floor, by output |"
     yield "|---|---|---|---|"
-    ran: dict[str, str] = {}
+    ran: dict[tuple[str, str], None] = {}
     for path in files:
         for name in TARGETS:
             try:
@@ -163,14 +163,14 @@ def verdict_rows(files: Sequence[Path]) -> Iterator[str]:
                 continue
             call, _ = load_call(path)
             outcomes, _, ctx = run_call(target, call if target.capabilities.backward else forward_only(call), CHECKED)
-            ran.setdefault(name, ctx.ran)
+            ran[name, ctx.ran] = None
             floor = next((o for o in outcomes if o.check == "floor"), None)
             ratios = ", ".join(f"{n} {r:.2f}" for n, r in floor.ratios.items()) if floor else ""
             failed = sorted({f"{f.check} ({f.output})" for o in outcomes for f in o.failures})
             says = verdict_of(outcomes) + (f": {', '.join(failed)}" if failed else "")
             yield f"| {path.stem} | {name} | {says} | {ratios} |"
     yield ""
-    yield from (f"- {name} ran {what}" for name, what in ran.items())
+    yield from (f"- {name} ran {what}" for name, what in ran)
 
 
 def report(losses: Sequence[float], before: Sequence[Path], after: Sequence[Path]) -> str:
