@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels_cuda.modules import load
 from oracles.gates import log_decay
 from oracles.recurrence import forward_reverse
 from verikda.call import Call, Capabilities, Crashed, Result
@@ -17,12 +18,11 @@ from verikda.case import DTYPES, Case
 from verikda.dtypes import format_of, ulp
 from verikda.inputs import make_call
 from verikda.permits import permits
-from verikda.report import anchors, exponentials, inverse, tables
-from verikda.report.flags import FlagBuild
+from verikda.report import anchors, exponentials, flags, inverse, tables
 from verikda.report.grid import GRIDS, Point, grid_called, points
 from verikda.report.measure import PROBABILITIES, fitted, head_means, measure
 from verikda.report.stages import STAGES, stage_line
-from verikda.targets import resolve
+from verikda.targets import own, resolve
 from verikda.targets.contracts import NAMES
 from verikda.targets.emulator import Emulator
 
@@ -204,14 +204,22 @@ def test_intermediates_of_the_kernels_are_those_of_the_emulator() -> None:
         assert e <= max(3 * emulated[name], 1e-6), (name, e, emulated[name])
 
 
-def test_kernels_on_a_backend_of_ones_own_are_measured_like_any_target() -> None:
-    from kernels_cuda.modules import load
+def test_each_set_of_flags_is_a_target_and_none_is_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
 
-    line = measure(
-        FlagBuild("as on the CPU", load("host")), Point("flags", replace(CASE, lengths=(16,), heads=1, K=4, V=4))
-    )
+    def host(backend: str, flags: tuple[str, ...]) -> Any:
+        asked.append(flags)
+        return load("host")
+
+    if own.gpu_missing() is not None:
+        assert flags.flag_targets() == []
+        monkeypatch.setattr(own, "gpu_missing", lambda: None)
+    monkeypatch.setattr(flags, "load", host)
+    made = flags.flag_targets()
+    assert asked == list(flags.FLAGS.values())
+    assert made[-1].name == "verikda, fast math"
+    line = measure(made[-1], Point("flags", replace(CASE, lengths=(16,), heads=1, K=4, V=4)))
     assert line["verdict"] == "pass", line
-    assert line["target"] == "verikda, as on the CPU"
     assert set(line["outputs"]) == {"o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0"}
 
 

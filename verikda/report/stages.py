@@ -15,12 +15,16 @@ from oracles.noisy import LN2
 from oracles.problem import Array
 from verikda.call import Call
 from verikda.inputs import make_call
+from verikda.ops import engine
+from verikda.ops.arrays import NUMPY_DTYPES
+from verikda.ops.engine import Ready
+from verikda.ops.validate import check_call
 from verikda.permits import permits
 from verikda.report.grid import Point
 from verikda.report.measure import first_line, relative, rounded
 from verikda.targets.base import Target
 from verikda.targets.emulator import Emulator
-from verikda.targets.own import Own
+from verikda.targets.own import Own, gpu_missing
 
 FORWARD = ("Gamma", "Aqk", "L", "A", "U", "W", "Qg", "Kg", "S", "Vnew")
 BACKWARD = ("dAqk", "dU", "dS", "dW", "dA")
@@ -90,23 +94,36 @@ def _below(x: Array) -> Array:
     return kept
 
 
+def _arguments(call: Call, on_gpu: bool) -> dict[str, Any]:
+    """Arrays of a plain call by the names of `check_call`, do and dht with them, where the kernels run."""
+    names = {"h0": "initial_state"}
+    found = {}
+    for name, dtype in call.dtypes.items():
+        x: Any = np.ascontiguousarray(getattr(call.problem, name), NUMPY_DTYPES[dtype])
+        if on_gpu:
+            import cupy
+
+            x = cupy.asarray(x)
+        found[names.get(name, name)] = x
+    return found
+
+
+def _read_back(x: Any) -> Array:
+    """An array of the kernels as float64 on the CPU."""
+    return np.asarray(x.get() if hasattr(x, "get") else x).astype(np.float64)
+
+
 def _own(target: Own, call: Call) -> dict[str, Array]:
     """Outputs of the target itself; intermediates of the same kernels through the operators' engine."""
-    from verikda.ops import engine
-    from verikda.ops.engine import Ready
-    from verikda.ops.validate import check_call
-    from verikda.report.flags import arguments, read_back
-    from verikda.targets.own import gpu_missing
-
     on_gpu = target.name != "verikda:host" and gpu_missing() is None
-    x = arguments(call, on_gpu)
+    x = _arguments(call, on_gpu)
     do, dht = x.pop("do"), x.pop("dht")
     ready = Ready.of(check_call(**x, gated=True, scale=call.problem.scale, output_final_state=True,
                                 chunk_size=call.chunk_size))  # fmt: skip
     forward = [n for n in FORWARD if n != "L"]
     inner: Mapping[str, Any] = engine.forward(ready, keep=forward)
     inner = {n: inner[n] for n in forward} | dict(engine.backward(ready, do, dht, keep=BACKWARD))
-    found = {n: read_back(inner[n]) for n in (*forward, *BACKWARD)}
+    found = {n: _read_back(inner[n]) for n in (*forward, *BACKWARD)}
     chunks = call.problem.q.shape[1] // call.chunk_size
     found |= {n: found[n][:chunks] for n in ("S", "dS")}
     found["Gamma"] *= LN2
