@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import types
@@ -67,7 +68,11 @@ def decorated(function):
             raise AssertionError("the kernels of another package ran")
         return function(*args, **{n: x.contiguous() if hasattr(x, "contiguous") else x for n, x in kwargs.items()})
 
-    return outer
+    def disabled(*args, **kwargs):  # as torch.compiler.disable leaves it
+        return outer(*args, **kwargs)
+
+    disabled._torchdynamo_orig_callable, disabled.__signature__ = outer, inspect.signature(function)
+    return disabled
 
 
 @pytest.fixture
@@ -107,6 +112,8 @@ def test_kernels_of_other_packages_do_not_run_instead(library):
         library.chunk_kda()
     result = resolve("fla").run(calls.make("bfloat16", shape=(1, 3, 1, 1, 2, 2)))
     assert result.ran.startswith("fla.ops.kda.chunk.chunk_kda (")
+    assert f"test_target_fla.py:{chunk_kda.__code__.co_firstlineno})" in result.ran
+    assert ", torch " in result.ran
     assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
 
 

@@ -8,7 +8,6 @@ the file and line in `Result.ran` are of the code that ran.
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from oracles.contract import Contract, operands16, storage16
-from verikda.call import Call
+from verikda.call import Call, Result
 from verikda.targets.base import TargetError
+from verikda.targets.loading import describe
 from verikda.targets.signature import read
 from verikda.targets.torch_function import TorchFunction, import_torch
 
@@ -25,6 +25,23 @@ FROM_KWARGS = ("A_log", "dt_bias", "chunk_size")
 """Parameters that chunk_kda reads from its `**kwargs`."""
 
 NO_FLOAT32 = "float32 inputs run through TF32 products, which is no float32 contract"
+
+
+class Fla(TorchFunction):
+    """A function of the library; `Result.ran` has the file and line inside its decorators."""
+
+    def run(self, call: Call) -> Result:
+        """Make the call. See `Target.run`."""
+        result = super().run(call)
+        where = result.ran.rpartition(", torch ")[2]
+        return replace(result, ran=f"{describe(undecorated(self.function))}, torch {where}")
+
+
+def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the decorators of torch and of the library are around."""
+    while inner := getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None):
+        function = inner
+    return function
 
 
 def library_function(module: str, name: str, target: str) -> Callable[..., Any]:
@@ -53,14 +70,14 @@ def library_function(module: str, name: str, target: str) -> Callable[..., Any]:
             "set FLA_DISABLE_BACKEND_DISPATCH=1 before anything imports it"
         )
     function: Callable[..., Any] = decorated
-    own = inspect.unwrap(function)
+    own = undecorated(function)
     code = getattr(own, "__code__", None)
     if code is None or code.co_name != name or not own.__module__.startswith(place):
         raise TargetError(f"{place}.{name} could not be unwrapped to the library's own code (found {own!r})")
     return function
 
 
-def chunked() -> TorchFunction:
+def chunked() -> Fla:
     """`chunk_kda`. A call with safe_gate takes its path of dense diagonal blocks, others the path pair by pair.
 
     Raises
@@ -81,7 +98,7 @@ def chunked() -> TorchFunction:
             "hard_reset": "differences of cumulative gates: g = -inf gives inf - inf",
         },
     )
-    return TorchFunction(function, "fla", capabilities=capabilities, contract=kda_contract, swallowed=FROM_KWARGS)
+    return Fla(function, "fla", capabilities=capabilities, contract=kda_contract, swallowed=FROM_KWARGS)
 
 
 def kda_contract(call: Call) -> Contract:
@@ -95,7 +112,7 @@ def kda_contract(call: Call) -> Contract:
     return storage16("bfloat16", call.chunk_size)
 
 
-def recurrent() -> TorchFunction:
+def recurrent() -> Fla:
     """`fused_recurrent_kda`: token by token in float32, forward only.
 
     Raises
@@ -111,10 +128,10 @@ def recurrent() -> TorchFunction:
         dht=False,
         notes={"backward": "the library's function has none"},
     )
-    return TorchFunction(function, name, capabilities=capabilities, contract="recurrent32")
+    return Fla(function, name, capabilities=capabilities, contract="recurrent32")
 
 
-def delta() -> TorchFunction:
+def delta() -> Fla:
     """`chunk_delta_rule`: DeltaNet, without a decay.
 
     Raises
@@ -130,4 +147,4 @@ def delta() -> TorchFunction:
         dtypes=("float16", "bfloat16"),
         notes={"dtypes": "chunk_delta_rule refuses float32"},
     )
-    return TorchFunction(function, name, capabilities=capabilities, contract="storage16", swallowed=swallowed)
+    return Fla(function, name, capabilities=capabilities, contract="storage16", swallowed=swallowed)
