@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kernels_cuda import cache as _cache
 from kernels_cuda import nvrtc
+from kernels_cuda import ptx as _ptx
 from kernels_cuda.host_build import CompileError
 from kernels_cuda.sources import INCLUDE, base_name, source_of, texts
 
@@ -46,6 +47,7 @@ class Cubin:
     instance, symbol : its name expression and its mangled name.
     arch, flags, compiler : how it was made.
     resources : register use, None where the compiler did not say.
+    opcodes : how often each instruction stands in its PTX, see `kernels_cuda.ptx.opcodes`; None where there was no PTX.
     """
 
     path: Path
@@ -55,6 +57,7 @@ class Cubin:
     flags: tuple[str, ...]
     compiler: str
     resources: Resources | None
+    opcodes: Mapping[str, int] | None
 
 
 @cache
@@ -101,13 +104,13 @@ def parse_resources(log: str) -> dict[str, Resources]:
     return found
 
 
-def _compile_nvrtc(source: Path, instance: str, options: Sequence[str]) -> tuple[bytes, str, str]:
+def _compile_nvrtc(source: Path, instance: str, options: Sequence[str]) -> tuple[bytes, str, str, str]:
     text = source.read_text() + "\nusing namespace vk;\n"
-    code, lowered, log = nvrtc.compile_cubin(text, str(source), options, [instance])
-    return code, lowered[instance], log
+    code, lowered, log, ptx = nvrtc.compile_cubin(text, str(source), options, [instance])
+    return code, lowered[instance], log, ptx
 
 
-def _compile_nvcc(source: Path, instance: str, options: Sequence[str]) -> tuple[bytes, str, str]:
+def _compile_nvcc(source: Path, instance: str, options: Sequence[str]) -> tuple[bytes, str, str, str]:
     found = _nvcc()
     assert found is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +127,7 @@ def _compile_nvcc(source: Path, instance: str, options: Sequence[str]) -> tuple[
         symbols = [s for s in parse_resources(log) if f"{len(name)}{name}" in s]
         if len(symbols) != 1:
             raise CompileError(f"nvcc emitted {len(symbols)} kernels for {instance}, not one: {', '.join(symbols)}")
-        return out.read_bytes(), symbols[0], log
+        return out.read_bytes(), symbols[0], log, ""
 
 
 def build(
@@ -162,18 +165,28 @@ def build(
         *(("-lineinfo",) if lineinfo else ()),
     )
     recorded = tuple(option for option in options if not option.startswith("-I"))
-    key = {"kind": "cubin", "instance": instance, "compiler": chosen, "flags": recorded, "texts": texts(source)}
+    key = {
+        "kind": "cubin",
+        "instance": instance,
+        "compiler": chosen,
+        "flags": recorded,
+        "texts": texts(source) | {"ptx.py": Path(_ptx.__file__).read_text()},
+    }
 
     def make(artifact: Path) -> dict[str, object]:
         compile_ = _compile_nvrtc if chosen.startswith("NVRTC") else _compile_nvcc
-        code, symbol, log = compile_(source, instance, options)
+        code, symbol, log, ptx = compile_(source, instance, options)
         artifact.write_bytes(code)
         resources = parse_resources(log).get(symbol)
-        return {"symbol": symbol, "resources": asdict(resources) if resources else None}
+        return {
+            "symbol": symbol,
+            "resources": asdict(resources) if resources else None,
+            "opcodes": _ptx.opcodes(ptx, symbol) if ptx else None,
+        }
 
     path, kept = _cache.fetch(key, "kernel.cubin", make)
     resources = Resources(**kept["resources"]) if kept["resources"] else None
-    return Cubin(path, instance, kept["symbol"], arch, recorded, chosen, resources)
+    return Cubin(path, instance, kept["symbol"], arch, recorded, chosen, resources, kept["opcodes"])
 
 
 def compile_all(arch: str, instances: Iterable[str] | None = None, *, workers: int = 1) -> list[Cubin]:

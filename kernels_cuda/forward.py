@@ -8,8 +8,7 @@
 Nothing is read back, so nothing waits. Budget at B,T,H = 1,8192,32, K = V = 128, bfloat16, float32 g, C = 64, on 132
 multiprocessors, 4.3 TB/s and 1.755 GHz; bytes per token and value head, of which there are 262144:
 
-    prepare       reads q k v g 1280 B, writes Aqk U W Kg Qg 1152 B: 2432 B, 148 us; per chunk and head 1200 mma of
-                  16x8x16 and about 22000 other warp instructions: 100 us at four per clock
+    prepare       reads q k v g 1280 B, writes Aqk U W Kg Qg 1152 B: 2432 B, 148 us
     chunk_state   reads Aqk U W Kg Qg 1152 B, writes O 256 B: 1408 B, 86 us, and reads all but U once more from L2 for
                   each further slice of V; 128 dependent steps of two products, about 1200 clocks each: 90 us
     both          234 us of memory traffic, against 94 us for a kernel that keeps everything on chip

@@ -42,14 +42,15 @@ class Notebook:
 def _calls(dtypes: Sequence[str], chunks: Sequence[int], channels: Sequence[int]) -> Iterator[Forward]:
     """Calls that together need every template argument; addresses are placeholders, nothing is read."""
     for dtype, C, K, gate, N, packed in product(
-        dtypes, chunks, channels, ("none", "log", "softplus"), (1, 16, 256), (False, True)
+        dtypes, chunks, channels, ("none", "log", "softplus", "bounded"), (1, 16, 256), (False, True)
     ):
         plain = Forward(
             dtype=dtype, B=1 if packed else N, T=1024, N=N, H=1, HV=1, K=K, V=K, chunk=C, scale=1.0,
             q=16, k=16, v=16, beta=16, g=0 if gate == "none" else 16, gate=gate, cu_seqlens=16 if packed else 0, h0=16,
         )  # fmt: skip
         yield plain
-        given = 16 if gate == "softplus" else 0
+        yield replace(plain, K=K - 1, V=K - 1)  # rows that are no whole number of 16 bytes
+        given = 16 if gate in ("softplus", "bounded") else 0
         yield replace(plain, HV=2, qk_l2norm=True, beta_sigmoid=True, A_log=given, dt_bias=given,
                       g_float32=False, beta_float32=False)  # fmt: skip
 
@@ -86,10 +87,11 @@ def instances(
 
         try:
             out, table = forward(notebook, call, allocate, keep=FORWARD_INTERMEDIATES, shared_limit=limit)
-            backward(
-                notebook, call, allocate, do=16, dht=16, saved=out, table=table, keep=BACKWARD_INTERMEDIATES,
-                shared_limit=limit,
-            )  # fmt: skip
+            for saved in (out, None):
+                backward(
+                    notebook, call, allocate, do=16, dht=16, saved=saved, table=table, keep=BACKWARD_INTERMEDIATES,
+                    shared_limit=limit,
+                )  # fmt: skip
         except ValueError as error:
             refused[f"{call.dtype}: {error}"] = None
     return Found(notebook.shared, tuple(refused))

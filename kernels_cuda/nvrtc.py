@@ -48,7 +48,7 @@ def version() -> str:
 
 def compile_cubin(
     text: str, name: str, options: Sequence[str], expressions: Sequence[str]
-) -> tuple[bytes, dict[str, str], str]:
+) -> tuple[bytes, dict[str, str], str, str]:
     """Compile CUDA C++ to a cubin.
 
     Parameters
@@ -59,7 +59,8 @@ def compile_cubin(
 
     Returns
     -------
-    cubin, lowered, log : the code, the mangled name of each expression, what the compiler said.
+    cubin, lowered, log, ptx : the code, the mangled name of each expression, what the compiler said, the code before
+        registers were given out.
 
     Raises
     ------
@@ -96,6 +97,7 @@ def compile_cubin(
             mangled = ctypes.c_char_p()
             check(nvrtc.nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(mangled)))
             lowered[expression] = (mangled.value or b"").decode()
-        return fetch("nvrtcGetCUBINSize", "nvrtcGetCUBIN"), lowered, log
+        ptx = fetch("nvrtcGetPTXSize", "nvrtcGetPTX").rstrip(b"\0").decode()
+        return fetch("nvrtcGetCUBINSize", "nvrtcGetCUBIN"), lowered, log, ptx
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from ctypes import c_int32
+from dataclasses import replace
 from pathlib import Path
 
 import launching
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from launching import CONFORMANCE, DTYPES, cuda_available, launch
 
-from kernels_cuda import build, cache, host_build, modules, nvrtc, sources
+from kernels_cuda import audit, build, cache, host_build, modules, nvrtc, sources
 from kernels_cuda.forward import SHARED_LIMIT
 from kernels_cuda.instances import instances
 
@@ -67,21 +68,70 @@ def test_launch_plans_fit_every_architecture(arch: str) -> None:
     for kernel, shared in found.kernels.items():
         assert sources.source_of(kernel).suffix == ".cu"
         assert shared <= SHARED_LIMIT[arch], kernel
-    # float32 with chunk 64 does not fit the 99 KB of sm_120; a caller is told so, and chunk 32 does.
-    assert all(r.startswith("float32: chunk 64 ") for r in found.refused)
-    assert bool(found.refused) == (arch == "sm_120")
+    assert found.refused == ()
     every = {name for path in sources.kernel_files() for name in sources.kernels_in(path)}
     assert {sources.base_name(kernel) for kernel in found.kernels} == every, "a kernel that no plan launches"
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", build.ARCHES)
-def test_smallest_instance_of_every_kernel_compiles(arch: str) -> None:
-    found = instances(arch, dtypes=("bfloat16",), chunks=(16,), channels=(64,))
-    smallest = {sources.base_name(kernel): kernel for kernel in reversed(found.kernels)}
-    for made in build.compile_all(arch, smallest.values()):
-        assert made.resources is not None
-        assert made.resources.shared == 0, "static shared memory is not poisoned on the host"
+def test_usual_instances_keep_to_the_rules(arch: str) -> None:
+    """Every kernel at K = V = 128 and chunk 64: no spill, stack, static shared memory or forbidden instruction."""
+    names = audit.usual(arch)
+    assert {sources.base_name(name) for name in names} == {
+        name for path in sources.kernel_files() for name in sources.kernels_in(path)
+    }
+    assert set(audit.SPILLS.get(arch, {})) <= set(names), "a listed instance that is no longer there"
+    assert audit.audit(arch, names) == []
+
+
+FORBIDDEN = {  # planted in a kernel of its own: what is found
+    "x[tid()] = __fdividef(x[tid()], 3.f);": "is approximate",
+    'asm("add.ftz.f32 %0, %0, %0;" : "+f"(x[tid()]));': "flushes subnormal numbers",
+    "x[tid()] = __sinf(x[tid()]);": "is approximate",
+    'u32 a[4] = {}, b[2] = {}; asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, '
+    '{%8,%9}, {%0,%1,%2,%3};" : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), '
+    '"r"(a[3]), "r"(b[0]), "r"(b[1]));': "rounds operands to TF32",
+    'u32 c[2] = {}, a[4] = {}; asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, '
+    '{%0,%1};" : "+r"(c[0]), "+r"(c[1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[0]), "r"(a[1])); '
+    "x[tid()] = as_float(c[0] + c[1]);": "does not add in float32",
+    "atomicAdd(x, 1.f);": "adds in an order of its own",
+    "float y[64]; for (int i = 0; i < 64; ++i) y[i] = x[i * 7]; x[tid()] = y[n % 64];": "uses local memory",
+    "x[i32(n * n) + tid()] = 1.f;": "cut to 32 bits",
+    "__shared__ float s[32]; s[tid()] = x[tid()]; sync(); x[tid()] = s[31 - tid()];": "static shared memory",
+    "float y[400];\n#pragma unroll\nfor (int i = 0; i < 400; ++i) y[i] = x[i * n];\n#pragma unroll 1\n"
+    "for (int k = 0; k < n; ++k) {\n#pragma unroll\n"
+    "for (int i = 0; i < 400; ++i) y[i] = fma(y[i], y[(i + 1) % 400], 1.f);\n}\n"
+    "#pragma unroll\nfor (int i = 0; i < 400; ++i) x[i * n] = y[i];": "bytes, 0 are allowed",
+}  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("statement", [*FORBIDDEN, "x[tid() + n * n] = exp(x[tid()]) / sqrt_rn(x[n]);"])
+def test_what_kernels_must_not_contain_is_found(statement: str, tmp_path: Path) -> None:
+    source = tmp_path / "planted.cu"
+    source.write_text(
+        f'#include "vk.cuh"\nnamespace vk {{ VK_KERNEL void planted(float* x, i64 n) {{ {statement} }} }}\n'
+    )
+    found = audit.problems(build.build("planted", "sm_90a", source=source), {})
+    expected = FORBIDDEN.get(statement)
+    assert any(expected in problem for problem in found) if expected else found == [], found
+
+
+@needs_nvrtc
+def test_allowed_spills_can_only_shrink() -> None:
+    made = build.build("position", "sm_90a", source=CONFORMANCE)
+    assert made.resources is not None
+    spilling = replace(
+        made, compiler=audit.COMPILER, resources=replace(made.resources, spill_stores=8, spill_loads=4, stack=8)
+    )
+    assert audit.problems(spilling, {"position": 12}) == []
+    (less,) = audit.problems(spilling, {"position": 11})
+    assert less == "position on sm_90a: spills 12 bytes, 11 are allowed"
+    (more,) = audit.problems(spilling, {"position": 16})
+    assert more.endswith("spills 12 bytes and 16 are allowed: lower the number in SPILLS")
+    with pytest.raises(ValueError, match="reports neither registers nor PTX of position; use NVRTC"):
+        audit.problems(replace(made, opcodes=None), {})
 
 
 @needs_nvrtc
@@ -336,7 +386,7 @@ def test_the_hash_covers_what_a_launch_imports() -> None:
          "print(*(m.split('.')[1] + '.py' for m in sys.modules if m.startswith('kernels_cuda.')))"],
         capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
-    assert set(done.stdout.split()) - set(sources.PLANS) == {"cache.py", "host_build.py", "sources.py"}
+    assert set(done.stdout.split()) - set(sources.PLANS) == {"cache.py", "host_build.py", "ptx.py", "sources.py"}
 
 
 def test_texts_follow_includes() -> None:
