@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,22 @@ def test_a_right_target_is_timed(function: Any, w: Workload) -> None:
     gate = {"fast": {"dg"}, "none": set(), "fused": {"dg", "dA_log", "ddt_bias"}}[w.gates]
     assert set(row.errors) == {"o", "dq", "dk", "dv", "dbeta", "o without gradients"} | gate
     assert max(row.errors.values()) < 1e-2
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    w = Workload(1, 24, 2, "fast", (7, 17))
+
+    def packed(cu_seqlens: Any, **given: Any) -> Any:
+        parts = [{n: x[:, a:b] for n, x in given.items()} for a, b in pairwise(cu_seqlens.tolist())]
+        return torch.cat([recurrence(**part)[0] for part in parts], 1), None
+
+    def row_of(function: Any, **more: Any) -> Row:
+        row = Row("toy", w, floor_verdict=GREEN)
+        compare(row, check.answers(torch, w, TOY, TorchRunner(torch, function, more)), truth_of(w), backward=True)
+        return row
+
+    assert row_of(packed, **offsets(torch, w, host_too=False)).reason == ""
+    assert row_of(recurrence).reason.startswith("wrong: relative L2")
 
 
 def late(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
