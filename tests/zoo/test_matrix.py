@@ -127,7 +127,8 @@ def test_totals_are_those_of_the_record() -> None:
 
 
 def test_the_page_holds_every_row_and_every_public_report() -> None:
-    text = page.page([line(name, 0) for name in SPECIMENS])
+    text = page.page([line(name, 0) for name in SPECIMENS] + [line("DQ_OFF", 4)])
+    assert "--kill-matrix --seeds 5 --json" in text
     for name in SPECIMENS:
         assert f"| `{name}` |" in text
     assert "fla #99, fla #111" in text

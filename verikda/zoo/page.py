@@ -24,7 +24,7 @@ Each fault is one condition in a healthy chunked implementation (`verikda/zoo`).
 with the ci profile, ended at the first failing case; another seed is another start and another random part. Time is
 processor time of one core, references and noise floors included. Written from the record alone by
 
-    verikda zoo --kill-matrix --seeds 10 --json reports/cpu/zoo.jsonl --report reports/cpu/zoo.md
+    verikda zoo --kill-matrix --seeds {seeds} --json reports/cpu/zoo.jsonl --report reports/cpu/zoo.md
     verikda zoo --compare --json reports/cpu/zoo.jsonl --report reports/cpu/zoo.md
 
 {versions}
@@ -107,6 +107,7 @@ def page(lines: list[dict[str, Any]]) -> str:
     results = matrix.kills(lines)
     rows = matrix.rows(results)
     return PAGE.format(
+        seeds=1 + max((k.seed for k in results), default=0),
         versions=_versions(line["environment"] for line in lines if line["kind"] == "zoo"),
         totals="\n".join(f"- {line}" for line in sentences(matrix.totals(results))),
         rivals=_rivals(lines),
