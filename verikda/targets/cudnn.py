@@ -31,7 +31,9 @@ LIMITS = {
     "hard_reset": "the forward divides by exp of cumulative gates: g = -inf is not in its domain",
     "tail_padding": "rows that belong to no sequence are left as they were in memory",
     "empty": "empty sequences are not documented",
+    "layouts": "inputs whose address is no multiple of 16 bytes end the CUDA context with 'misaligned address'",
 }
+LAYOUTS = ("contiguous", "sliced", "strided", "expanded")
 
 
 def operator(target: str) -> tuple[Callable[..., Any], str, type[Exception]]:
@@ -84,6 +86,7 @@ def training() -> CuDnn:
     call, library, no_engine = operator(name)
     supported = Capabilities(
         dtypes=("bfloat16",), chunk_sizes=(64,), rules=("kda",), gates=("log",), k_sizes=(128,), v_sizes=(128,),
+        layouts=LAYOUTS,
         grouped=False, empty=False, tail_padding=False, scale=False, qk_l2norm=False, beta_sigmoid=False,
         allow_neg_eigval=False, safe_gate=False, recompute=False, hard_reset=False, shape_invariant=False,
         beta_above_one=False, g_dtypes=("float32",), beta_dtypes=("float32",),
@@ -104,6 +107,7 @@ def forward() -> CuDnn:
     call, library, no_engine = operator(name)
     supported = Capabilities(
         dtypes=("bfloat16",), chunk_sizes=(64,), rules=("kda",), gates=("log", "bounded"), k_sizes=(128,),
+        layouts=LAYOUTS,
         v_sizes=(128,), empty=False, tail_padding=False, backward=False, dht=False, allow_neg_eigval=False,
         safe_gate=False, recompute=False, hard_reset=False, shape_invariant=False, beta_above_one=False,
         notes={**LIMITS, "backward": "target cudnn has it, without the fused parts"},
