@@ -72,9 +72,9 @@ MUTATIONS: dict[str, Mutation] = {
         ("prepare.cu", "total[64 * group] = sum[0];", "total[64 * group] = sum[1];"), USUAL),
     "CUDA_ANCHOR_LATER": Mutation(
         "anchor", "differences of decays are split at a row of the future: values stay right, bits follow later tokens",
-        (("intra.cuh", " row * ld, plane, q[i], x.value(),", f" row * ld, plane, q[i], x.value() / {_LATER},"),
-         ("intra.cuh", "8) * ld, plane, k[i], x.value(),", f"8) * ld, plane, k[i], x.value() / {_LATER},"),
-         ("intra.cuh", "16) * ld, plane, k[i], x.value(),", f"16) * ld, plane, k[i], x.value() * {_LATER},")),
+        (("intra.cuh", " row * ld, q[i], x.value(),", f" row * ld, q[i], x.value() / {_LATER},"),
+         ("intra.cuh", "8) * ld, k[i], x.value(),", f"8) * ld, k[i], x.value() / {_LATER},"),
+         ("intra.cuh", "16) * ld, k[i], x.value(),", f"16) * ld, k[i], x.value() * {_LATER},")),
         replace(FLOAT, lengths=(20,)), ("prefix",), ("fla #1240",), "float32"),
     "CUDA_RESET_IS_NAN": _one(
         "decay", "a hard reset stays -inf: differences of sums of decays are NaN",
@@ -101,7 +101,7 @@ MUTATIONS: dict[str, Mutation] = {
         regime="more than 32 tokens, keys alike"),
     "CUDA_INVERSE_SIGN": _one(
         "inverse", "substitution adds where it must subtract",
-        ("inverse.cuh", "if (j % 2) odd = fma(-m[i * ld + j]", "if (j % 2) odd = fma(m[i * ld + j]"), USUAL),
+        ("inverse.cuh", "odd = fma(-as_float(four.w[e])", "odd = fma(as_float(four.w[e])"), USUAL),
     "CUDA_OPERANDS_ROUNDED_ONCE": _one(
         "early rounding", "operands of the inverse lose their low halves",
         ("pair.cuh", "lo = bf16x2_round(x - ", "lo = 0u * bf16x2_round(x - "),
@@ -211,7 +211,8 @@ MUTATIONS: dict[str, Mutation] = {
          "acc[e][0][n][i] *= fall.x > 2.f ? 2.f : 1.f;"), USUAL, regime="more than 32 tokens"),
     "CUDA_DIAGONAL_OF_DK": _one(
         "dropped term", "dk lacks a token's own part of Aqk",
-        ("backward_intra.cu", "dK = fma(diagonal, Qs, left + right);", "dK = left + right;"), USUAL),
+        ("backward_intra.cu", "fma(diagonal, scale * Qc[j], aK[0][n][i + j] + right)", "aK[0][n][i + j] + right"),
+        USUAL),
     "CUDA_DG_WITHOUT_STATE": _one(
         "gate gradient", "dg lacks rowsum(S dS) exp gC",
         ("backward_intra.cu", "sum_g = carried[tid()]", "sum_g = 0.f * carried[tid()]"), USUAL,
