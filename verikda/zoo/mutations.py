@@ -102,13 +102,14 @@ MUTATIONS: dict[str, Mutation] = {
     "CUDA_INVERSE_SIGN": _one(
         "inverse", "substitution adds where it must subtract",
         ("inverse.cuh", "odd = fma(-as_float(four.w[e])", "odd = fma(as_float(four.w[e])"), USUAL),
-    "CUDA_OPERANDS_ROUNDED_ONCE": _one(
-        "early rounding", "operands of the inverse lose their low halves",
-        ("pair.cuh", "lo = bf16x2_round(x - ", "lo = 0u * bf16x2_round(x - "),
-        Case(lengths=(100, 63, 2, 100, 31), packed=True, heads=2, groups=3, K=32, V=3, dtype="bfloat16",
+    "CUDA_OPERANDS_OF_BFLOAT16": _one(
+        "early rounding", "decayed rows of float16 calls keep bfloat16's digits",
+        ("intra.cuh", "round_pair<T>(u.x * x, u.y * y)",
+         "round_pair<T>(to_float(from_float<bf16>(u.x * x)), to_float(from_float<bf16>(u.y * y)))"),
+        Case(lengths=(100, 63, 2, 100, 31), packed=True, heads=2, groups=3, K=32, V=3, dtype="float16",
              gate_magnitude=0.3, key_regime="zero_rows", query_regime="one_large_row", beta_regime="binary",
              beta_sigmoid=True, value_regime="ints", h0="zero", seed=230038253),
-        modelled_on=("fla #646",), regime="most inputs hide it"),
+        modelled_on=("fla #646",), regime="float16; most inputs hide it"),
     "CUDA_SMALL_BETA": _one(
         "early rounding", "beta below 5e-5 becomes a subnormal number of float16 inside A diag(beta)",
         ("prepare.cu", "power = small_power<T>(b)", "power = 1.f"),
