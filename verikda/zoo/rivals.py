@@ -160,18 +160,19 @@ def compare(names: list[str], known: list[dict[str, Any]]) -> Iterator[dict[str,
         healthy = {j: Complaints(line["outputs"], frozenset(line["complaints"][j])) for j in JUDGES}
     else:
         healthy = judged(HEALTHY, trials, {})
-        yield _line(HEALTHY, healthy)
+        yield _line(HEALTHY, healthy, {})
     for name in names:
         if name not in done:
-            yield _line(SPECIMENS[name], judged(SPECIMENS[name], trials, healthy))
+            yield _line(SPECIMENS[name], judged(SPECIMENS[name], trials, healthy), healthy)
 
 
-def _line(subject: Specimen, complaints: Mapping[str, Complaints]) -> dict[str, Any]:
+def _line(subject: Specimen, complaints: Mapping[str, Complaints], healthy: Mapping[str, Complaints]) -> dict[str, Any]:
+    """A record line; of a fault, the complaints that the healthy implementation does not cause."""
     return {
         "kind": "rival",
         "specimen": subject.name,
         "outputs": complaints["rms"].seen,
-        "complaints": {judge: sorted(c.of) for judge, c in complaints.items()},
+        "complaints": {judge: sorted(c.of - healthy[judge].of if healthy else c.of) for judge, c in complaints.items()},
     }
 
 
@@ -200,7 +201,6 @@ def scores(lines: list[dict[str, Any]]) -> dict[str, Score]:
         return {}
     made = {}
     for judge in JUDGES:
-        silent = set(healthy["complaints"][judge])
-        found = tuple(n for n in SPECIMENS if n in own and set(own[n]["complaints"][judge]) - silent)
-        made[judge] = Score(found, len(own), len(silent), healthy["outputs"])
+        found = tuple(n for n in SPECIMENS if n in own and own[n]["complaints"][judge])
+        made[judge] = Score(found, len(own), len(healthy["complaints"][judge]), healthy["outputs"])
     return made
