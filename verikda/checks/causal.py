@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from oracles.problem import Array
-from verikda.checks.base import Check, Context, Failure, Outcome, bitwise, outcome, same
+from verikda.call import Call, Result
+from verikda.checks.base import Check, Context, Failure, Outcome, bitwise, outcome, overflows, same
 from verikda.checks.transform import TOKEN_OUTPUTS, TOKENS, disturb_after, silence_after
 from verikda.checks.values import can_split, run_split
 
@@ -32,7 +34,8 @@ def _prefix(ctx: Context) -> Outcome:
     cut = _cut(length, ctx.contract.chunk or 64)
     b, start, stop = ctx.call.problem.spans[sequence]
     quiet = silence_after(ctx.call, sequence, cut)
-    before, after = ctx.run(quiet), ctx.run(disturb_after(quiet, sequence, cut))
+    disturbed = disturb_after(quiet, sequence, cut)
+    before, after = ctx.run(quiet), ctx.run(disturbed)
     failures: list[Failure] = []
     what = f"tokens from {cut} of sequence {sequence} changed"
     later = (b, slice(start + cut, stop))
@@ -56,7 +59,15 @@ def _prefix(ctx: Context) -> Outcome:
         found = bitwise("prefix", name, expected, actual, before.dtypes[name], what)
         if found:
             failures.append(found)
-    return outcome("prefix", failures)
+    return _unless_overflow(ctx, outcome("prefix", failures), (before, after), (quiet, disturbed))
+
+
+def _unless_overflow(ctx: Context, found: Outcome, results: Sequence[Result], calls: Sequence[Call]) -> Outcome:
+    """`found`, or inconclusive for a failure where a result is not finite and the contract overflows too."""
+    finite = all(np.isfinite(x).all() for r in results for x in r.outputs.values())
+    if found.verdict != "fail" or finite or not overflows(ctx, *calls):
+        return found
+    return Outcome(found.check, "inconclusive", detail="the contract overflows on this input")
 
 
 def _can_shorten(ctx: Context) -> str | None:
@@ -81,7 +92,8 @@ def _length(ctx: Context) -> Outcome:
     expected: dict[str, Array] = {n: x[:, :cut] if n in TOKEN_OUTPUTS else x for n, x in whole.outputs.items()}
     names = tuple(n for n in expected if n in (*TOKEN_OUTPUTS, "dh0"))
     what = f"only the first {cut} tokens given"
-    return same(ctx, "length", expected, part.outputs, what, names, (part, shorter))
+    found = same(ctx, "length", expected, part.outputs, what, names, (part, shorter))
+    return _unless_overflow(ctx, found, (whole, part), (quiet, shorter))
 
 
 def _can_split_on_grid(ctx: Context) -> str | None:
