@@ -27,6 +27,8 @@ processor time of one core, references and noise floors included. Written from t
     verikda zoo --kill-matrix --seeds {seeds} --json reports/cpu/zoo.jsonl --report reports/cpu/zoo.md
     verikda zoo --compare --json reports/cpu/zoo.jsonl --report reports/cpu/zoo.md
 
+A run goes on from the record: with more seeds, or after an interrupt, only what is missing is run.
+
 {versions}
 
 ## In one look
