@@ -149,6 +149,7 @@ def wrong_decay(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state=None, o
 def test_targets_are_judged_on_a_stored_call(stored: Path) -> None:
     good = CliRunner().invoke(main, ["replay", str(stored), "emulator"])
     assert good.exit_code == 0, good.output
+    stored = stored.rename(stored.with_name("a" * 140 + stored.suffix))  # wider than any line: its replay is still one
     bad = CliRunner().invoke(main, ["replay", str(stored), "test_capture:wrong_decay"])
     assert bad.exit_code == 1, bad.output
     assert "floor / o:" in bad.output

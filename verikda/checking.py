@@ -109,7 +109,7 @@ def check_command(
             record.write({"kind": "finding", "file": str(path), "check": finding.check, "case": finding.case.to_dict()})
             replay = f"verikda replay {path}"
             text = message(finding.target, finding.failures, finding.case, replay, minimal=finding.minimal)
-            out.print(text, markup=False)
+            out.print(text, markup=False, soft_wrap=True)  # a replay line must stay one line
 
         first = tuple(corpus.cases())
         if jobs == 1:
@@ -192,9 +192,10 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
     failures = tuple(f for o in outcomes for f in o.failures)
     replay = f"verikda replay {file} {target.name}"
     if failures and case is not None:
-        out.print(message(target.name, failures, case, replay), markup=False)
+        out.print(message(target.name, failures, case, replay), markup=False, soft_wrap=True)
     elif failures:
-        out.print("\n".join([*failure_lines(target.name, failures), f"  replay: {replay}"]), markup=False)
+        lines = [*failure_lines(target.name, failures), f"  replay: {replay}"]
+        out.print("\n".join(lines), markup=False, soft_wrap=True)
     if ctx.ran:
         out.print(f"ran: {ctx.ran}", markup=False)
     verdict = verdict_of(outcomes)

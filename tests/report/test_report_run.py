@@ -83,11 +83,13 @@ def test_points_are_shared_between_processes_and_none_is_lost() -> None:
 
 
 LONG = """
+import signal
 import sys
 from verikda.cli import main
 from verikda.report.grid import GRIDS, Grid
 gates = tuple(1 + i / 4096 for i in range(4000))
 GRIDS["quick"] = Grid("quick", 1, 4, 10, gates, (16,), (), (5,), 0, (("random", 1.0, "random", "random"),))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 main(sys.argv[1:], prog_name="verikda")
 """
 
