@@ -1,0 +1,42 @@
+"""Permuted heads and sequences: every bit of a target that promises it, the noise floor of one that does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from verikda.call import Call, Result
+from verikda.case import Case
+from verikda.checks import named
+from verikda.inputs import make_call
+from verikda.run_case import run_call
+from verikda.targets import resolve
+
+CASE = Case(lengths=(9, 9), heads=2, K=4, V=4)
+
+
+class FirstIsOther:
+    """A healthy target whose first head and first sequence differ by `factor`, whatever lies there."""
+
+    def __init__(self, factor: float, invariant: bool) -> None:
+        self.inner, self.factor, self.name = resolve("emulator"), factor, "planted"
+        self.contract = self.inner.contract
+        self.capabilities = replace(self.inner.capabilities, shape_invariant=invariant)
+
+    def run(self, call: Call) -> Result:
+        result = self.inner.run(call)
+        o = result.outputs["o"].copy()
+        o[0, :, 0] = (o[0, :, 0] * self.factor).astype(np.float32)
+        return replace(result, outputs={**result.outputs, "o": o})
+
+
+@pytest.mark.parametrize("check", ["permute_heads", "permute_batch"])
+@pytest.mark.parametrize(
+    ("factor", "invariant", "verdict"),
+    [(1.0, True, "pass"), (1 + 2**-23, True, "fail"), (1 + 2**-23, False, "pass"), (1.01, False, "fail")],
+)
+def test_by_bits_or_by_value(check: str, factor: float, invariant: bool, verdict: str) -> None:
+    outcomes, _, _ = run_call(FirstIsOther(factor, invariant), make_call(CASE), named((check,)))
+    assert [o.verdict for o in outcomes] == [verdict]
