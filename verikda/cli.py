@@ -72,7 +72,10 @@ def main() -> None:
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the search.")
 @click.option("--checks", "check_names", help="Comma-separated names of checks; all of them if left out.")
-@click.option("--contract", help="Judge under this contract (storage16, float32, recurrent32) instead of the target's.")
+@click.option(
+    "--contract",
+    help="Judge under this contract (storage16, operands16, float32, recurrent32) instead of the target's.",
+)
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."
 )
