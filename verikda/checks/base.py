@@ -9,8 +9,6 @@ from typing import Literal
 
 import numpy as np
 
-from oracles.arithmetic import Nearest
-from oracles.chunked import emulate
 from oracles.contract import Contract
 from oracles.problem import Array
 from oracles.recurrence import forward, forward_reverse
@@ -193,15 +191,6 @@ def compare(
 def outcome(check: str, failures: list[Failure], **more: object) -> Outcome:
     """Pass, or fail with these failures."""
     return Outcome(check, "fail" if failures else "pass", tuple(failures), **more)  # type: ignore[arg-type]
-
-
-def overflows(ctx: Context, *calls: Call) -> bool:
-    """Whether the contract itself, rounded to nearest, gives a result that is not finite on one of these calls.
-
-    Infinity times 0 is NaN: where this is so, what follows a token that counts for nothing may be anything.
-    """
-    results = (emulate(c.problem, ctx.contract, Nearest(), backward=c.backward).outputs for c in calls)
-    return any(not np.isfinite(x).all() for outputs in results for x in outputs.values())
 
 
 def same(
