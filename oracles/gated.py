@@ -16,6 +16,7 @@ import numpy as np
 
 from oracles.anchored import anchored_products
 from oracles.layout import Index
+from oracles.noisy import FLUSH, UNIT
 from oracles.operations import Operations, one_run
 from oracles.rounding import Floats
 
@@ -45,6 +46,7 @@ class GatedProducts:
         self.M, self.M1 = np.tri(C, dtype=op.real), np.tri(C, k=-1, dtype=op.real)
         self.exclude = np.where(self.M > 0, 0.0, -np.inf).astype(op.real)[..., None]
         self.gamma = None if Gamma is None else one_run(Gamma)
+        self._may_flush = self.gamma is not None and not np.ptp(self.gamma, axis=-2).max(initial=0.0) <= -np.log(FLUSH)
         self.e: Floats | None = None
         if Gamma is not None and Gamma.ndim == 4:
             # Gamma differs between runs by roundings alone. With Gamma0 that of the first run,
@@ -130,7 +132,8 @@ class GatedProducts:
     def _decay(self, at: slice, i: slice, j: slice) -> tuple[Floats, Floats | None]:
         """E = exp(Gamma_i - Gamma_j) [x, i, j, K], and for noisy arithmetic E^2 (1 + x^2/4).
 
-        The latter is the square of one exponential's deviation in units of u^2, see NoisyOperations.
+        The latter is the square of one exponential's deviation in units of u^2, see NoisyOperations. An E below
+        F = 2^-126 that becomes 0 or F, as often as keeps its mean, adds E (F - E).
         """
         assert self.gamma is not None
         strip = at.start, i.start
@@ -148,6 +151,8 @@ class GatedProducts:
             weight += 1.0
             weight *= E
             weight *= E
+            if self._may_flush:
+                weight += np.where(E < FLUSH, E * (FLUSH - E) / UNIT**2, 0.0)
         if self._kept is not None:
             self._kept[strip] = E, weight
         return E, weight

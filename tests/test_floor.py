@@ -12,6 +12,7 @@ import pytest
 from oracles.arithmetic import Nearest
 from oracles.chunked import emulate
 from oracles.contract import Contract, chunked32, recurrent32, storage16
+from oracles.gated import GatedProducts
 from oracles.problem import Problem
 from oracles.recurrence import forward_reverse
 from oracles.rounding import round_to
@@ -348,6 +349,27 @@ def test_a_settled_recurrence_repeats_its_roundings(monkeypatch: pytest.MonkeyPa
     alone = judge(out, dtypes_for("float32"), replace(p), contract)
     assert both.outputs["ht"].ratio < 2
     assert alone.outputs["ht"].ratio > 1.5 * both.outputs["ht"].ratio, (alone.outputs["ht"], both.outputs["ht"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_decays_below_the_normal_numbers_may_be_flushed(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """exp(-88) is 0 where a GPU flushes it, and a gradient of 1e18 times that is no small number any more."""
+    p = problem(lengths=(2,), tail=0, dtype=dtype)
+    p = replace(p, h0=None, dht=None, v=p.v * 2.0**30, do=p.do * 2.0**30)
+    p.v[:, 1], p.do[:, 0] = 0, 0
+    p.g[:] = -88.0
+    decay = GatedProducts._decay
+
+    def flushed(self: GatedProducts, *at: Any) -> Any:
+        E, weight = decay(self, *at)
+        return np.where(np.abs(E) < 2.0**-126, 0, E), weight
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GatedProducts, "_decay", flushed)
+        result = healthy(p, dtype)
+    plain = healthy(p, dtype)
+    assert np.abs(result["dq"] - plain["dq"]).max() > 0
+    assert verdict(p, result, dtype).verdict == verdict(p, plain, dtype).verdict == "pass"
 
 
 @pytest.mark.parametrize("what", ["annihilated", "opposite"])
