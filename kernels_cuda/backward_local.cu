@@ -3,10 +3,11 @@
 //     dAqk = (dO Vnew^T) * M                                      M lower triangle with the diagonal
 //     dV   = diag(beta) A^T dU                                    dbeta_v = rowsum(A^T dU * V)
 //     dW   = -dU S^T                                              S: state at the start of the chunk
-//     dA   = (dU V^T + dW (exp Gamma * K)^T) diag(beta)
+//     dA   = dU (diag(beta) V)^T + dW (diag(beta) exp Gamma * K)^T
 //     X    = -(A^T dA A^T) * M1                                   M1 strict lower triangle
 //
-// Rounded to T: dW, exp Gamma * K, dA, A^T dA. dAqk and X stay in float32, because dg is a difference of their products.
+// Rounded to T: dW, diag(beta) exp Gamma * K, dA, A^T dA. dAqk and X stay in float32, because dg is a difference of their
+// products.
 // Only the strict lower triangle of dA reaches X: (A^T dA A^T)_ij with i > j sums dA_pq over p >= i > j >= q.
 //
 // Slices of V, then for each slice of K those of V again; 16-bit calls load one step ahead.
@@ -17,8 +18,8 @@ namespace vk {
 template <class T, int C> struct LocalShared {
     static constexpr int ld = pitch<T>(64), tile = 64 * ld, stages = is_16bit<T> ? 2 : 1;
     static constexpr int ldc = 68;  // of the local sums
-    // Tiles of a stage: dO, Vnew, dU, V; later dU, S. Tiles 2 and 3 then hold dW and exp Gamma * K, and the local sums lie
-    // where no stage is: in tiles 6 and 7, or in tile 0 between two steps.
+    // Tiles of a stage: dO, Vnew, dU, V; later dU, S. Tiles 2 and 3 then hold dW and diag(beta) exp Gamma * K, and the local
+    // sums lie where no stage is: in tiles 6 and 7, or in tile 0 between two steps.
     static constexpr int sums = stages == 2 ? 6 : 0;
     static constexpr int bytes = int(sizeof(T)) * (4 * stages * tile + C * pitch<T>(C)) + 4 * 3 * C;
 };
@@ -125,6 +126,7 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
         }
 
         if (v0 == 0) {
+            if (k0 == 0) for_each_acc(acc_a, [&](int, int col, float& y) { y *= sb[sq + col]; });
             clear(acc);
             if constexpr (Gated) load_gate<T>(g, gate, tokenK, strideK, c.rows, k0, K);
         }
@@ -137,9 +139,15 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
         if constexpr (Gated) {
             local_sums<T>(sc, L::ldc, g, gate, head, c.rows, k0, K);
             sync();
+        }
 #pragma unroll 1
-            for (int p = tid(); p < C * 64 / vec<T>; p += threads) {
-                const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
+        for (int p = tid(); p < C * 64 / vec<T>; p += threads) {
+            const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
+            float y[vec<T>];
+            const u128 x = ld128(x3 + r * ld + d);
+#pragma unroll
+            for (int i = 0; i < vec<T>; ++i) y[i] = to_float(get<T>(x, i));
+            if constexpr (Gated) {
                 float sum[vec<T>];
 #pragma unroll
                 for (int i = 0; i < vec<T>; ++i) sum[i] = sc[r * L::ldc + d + i];
@@ -147,13 +155,14 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
                 for (int last = 15; last < r / 16 * 16; last += 16)
 #pragma unroll
                     for (int i = 0; i < vec<T>; ++i) sum[i] += sc[last * L::ldc + d + i];
-                const u128 y = ld128(x3 + r * ld + d);
 #pragma unroll
-                for (int i = 0; i < vec<T>; ++i) sum[i] = to_float(get<T>(y, i)) * exp_decay_flush<T>(sum[i]);
-                st128(x3 + r * ld + d, pack<T>(sum));
+                for (int i = 0; i < vec<T>; ++i) y[i] *= exp_decay_flush<T>(sum[i]);
             }
-            sync();
+#pragma unroll
+            for (int i = 0; i < vec<T>; ++i) y[i] *= sb[r];
+            st128(x3 + r * ld + d, pack<T>(y));
         }
+        sync();
         warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
         store_tile<T, C, 64>(dW + tokenK + k0, strideK, x2, ld, c.rows, K - k0, tid(), threads);
     }
@@ -161,7 +170,7 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
     T* const x1 = x0 + L::tile;
     for_each_acc(acc_qk, [&](int r, int col, float& x) { x = sq + col <= at.row + r ? x : 0.f; });
     store_fragment<float>(dAqk + tokenC + at.row * strideC + sq, strideC, acc_qk, c.rows - at.row, C - sq);
-    for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x * sb[sq + col] : 0.f; });
+    for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x : 0.f; });
     store_acc<T>(x0 + at.row * ld + sq, ld, acc_a);
     sync();
     if (dA) store_tile<T, C, C>(dA + tokenC, strideC, x0, ld, c.rows, C, tid(), threads);

@@ -302,7 +302,7 @@ def prepare_shared(dtype: str, chunk: int) -> int:
     size, wide = BYTES[dtype], dtype == "float32"
     operands = 3 * chunk * (64 * size + 16)
     own = chunk * ((16 if wide else 32) + 16 // size) * size
-    return max(operands, 8 * chunk * (chunk + 8) + chunk // 8 * own) + 64 * chunk + 5 * chunk * 4
+    return max(operands, 8 * chunk * (chunk + 8) + chunk // 8 * own) + 64 * chunk + 3 * chunk * 4
 
 
 def state_shared(dtype: str, chunk: int, KP: int, BV: int, R: int) -> int:

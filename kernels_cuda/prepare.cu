@@ -7,8 +7,10 @@
 //     Kg = exp(gC - Gamma) * K        Qg = scale exp Gamma * Q
 //
 // Channels come in slices of 64. For a slice each warp keeps 8 rows in registers, two channels to a lane, and writes from
-// there every operand of intra.cuh, Kg, Qg, and into W's place exp Gamma * K; once A is known, each warp multiplies columns
-// of that and of V. beta goes into the columns of A before A is rounded, so V enters exact.
+// there every operand of intra.cuh, Kg, Qg, and into W's place diag(beta) exp Gamma * K; once A is known, each warp multiplies
+// columns of that and of diag(beta) V. A, and both of these, are rounded to T as the backward reads them. beta must not go
+// into the columns of A: one rounding of A diag(beta) would be that of a whole row of U and W, and the backward, which has
+// A^T by itself, would no longer be the derivative of what was computed (dg off by 6.7 noise floors).
 //
 // Code that is unrolled over rows must stay small: what one call does not need is not in its instance (gate, element
 // accesses for odd rows), and what is rare stands in branches of its own. Beyond the instruction cache this kernel took
@@ -26,44 +28,35 @@ template <class T, int C> struct PrepareShape {
     static constexpr int ld = pitch<T>(64), ldm = C + 8, width = is_16bit<T> ? 32 : 16, ldx = pitch<T>(width);
     // Operands, in turn: of levels 1 and 2, of levels 4 and 8, of what lies below; without a gate q and k.
     static constexpr int operands = 3 * C * ld * int(sizeof(T));
-    // In their place later: M and A, then a tile of each warp's columns of V or exp Gamma * K.
+    // In their place later: M and A, then a tile of each warp's columns of V or diag(beta) exp Gamma * K.
     static constexpr int square = C * ldm * 4, own = C * ldx * int(sizeof(T)), x = 2 * square;
     static constexpr int totals = max(operands, x + warps * own), vectors = totals + 2 * warps * 64 * 4;
-    static constexpr int bytes = vectors + 5 * C * 4;
+    static constexpr int bytes = vectors + 3 * C * 4;
 };
 
-// acc[16-row block][...] += lower triangle of Ab times columns of X.
+// acc[16-row block][...] += lower triangle of At times columns of X.
 template <class T, int C, int Columns, int First = 0>
-VK_DEVICE void lower_product(float (&acc)[C / 16][Columns / 8][4], const T* Ab, const T* X, int ldx) {
+VK_DEVICE void lower_product(float (&acc)[C / 16][Columns / 8][4], const T* At, const T* X, int ldx) {
     if constexpr (First < C / 16) {
         constexpr int M = C - 16 * First;
         auto& rest = *reinterpret_cast<float (*)[M / 16][Columns / 8][4]>(acc + First);
-        warp_mma<T, M, Columns, 16>(rest, Ab + 16 * First * pitch<T>(C) + 16 * First, pitch<T>(C), X + 16 * First * ldx, ldx);
-        lower_product<T, C, Columns, First + 1>(acc, Ab, X, ldx);
+        warp_mma<T, M, Columns, 16>(rest, At + 16 * First * pitch<T>(C) + 16 * First, pitch<T>(C), X + 16 * First * ldx, ldx);
+        lower_product<T, C, Columns, First + 1>(acc, At, X, ldx);
     }
 }
 
-// float16 cannot hold A diag(beta) where beta is small, so such a beta's power of two goes to the row that it multiplies:
-// exact, unless that row falls below the normal numbers of float16, and then U and W do so too. 1 for every other beta.
-template <class T> VK_DEVICE float small_power(float beta) {
-    if (!is_same<T, f16> || !(fabs(beta) < 0.0625f) || beta == 0.f) return 1.f;
-    return fmax(as_float(as_u32(beta) & 0x7f800000u), 0x1p-126f);
-}
-template <class T, int C, int Columns> VK_DEVICE void scale_rows(T* X, int ld, const float* powers) {
-    if constexpr (is_same<T, f16>) {
-        constexpr int pieces = Columns / vec<T>;
-#pragma unroll 1
-        for (int p = lane(); p < C * pieces; p += 32) {
-            const float power = powers[p / pieces];
-            if (power == 1.f) continue;
-            T* const at = X + p / pieces * ld + p % pieces * vec<T>;
-            const u128 x = ld128(at);
-            float y[vec<T>];
+// Row r of X times factor[r], rounded to T; a whole warp.
+template <class T, int C, int Columns> VK_DEVICE void scale_rows(T* X, int ld, const float* factor) {
+    constexpr int pieces = Columns / vec<T>;
+#pragma unroll 2
+    for (int p = lane(); p < C * pieces; p += 32) {
+        T* const at = X + p / pieces * ld + p % pieces * vec<T>;
+        const float f = factor[p / pieces];
+        const u128 x = ld128(at);
+        float y[vec<T>];
 #pragma unroll
-            for (int i = 0; i < vec<T>; ++i) y[i] = to_float(get<T>(x, i)) * power;
-            st128(at, pack<T>(y));
-        }
-        syncwarp();
+        for (int i = 0; i < vec<T>; ++i) y[i] = f * to_float(get<T>(x, i));
+        st128(at, pack<T>(y));
     }
 }
 
@@ -98,7 +91,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     constexpr int ld = S::ld, ldm = S::ldm, lda = pitch<T>(C), blocks = C / 16, groups = C / 8, threads = S::threads;
     T* const operands = reinterpret_cast<T*>(shared);
     float* const totals = reinterpret_cast<float*>(shared + S::totals);  // [2][groups][64]
-    float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|, beta / power, power
+    float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|
 
     const int head = bidx() % HV, chunk_index = bidx() / HV, share = HV / H;
     const Chunk chunk = chunks[chunk_index];
@@ -115,9 +108,6 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         const i64 rowB = chunk.token * HV + head;
         const float b = r < rows ? write_strength(load_either<T>(beta, rowB + r * HV, beta_is_float), beta_kind) : 0.f;
         sbeta[r] = b;
-        const float power = small_power<T>(b);
-        sbeta[3 * C + r] = b / power;
-        sbeta[4 * C + r] = power;
         if (beta_used && r < rows) beta_used[rowB + r * HV] = b;
     }
     if (qk_norm)
@@ -246,7 +236,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     }
                     const int n = i < live ? count : 0;
                     store_pair<Whole>(to_Q, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
-                    store_pair<Whole>(to_W, round_pair<T>(k0 * e0, k1 * e1), n);
+                    store_pair<Whole>(to_W, round_pair<T>(sbeta[first_row + i] * (k0 * e0), sbeta[first_row + i] * (k1 * e1)), n);
                     to_Q += strideK, to_W += strideK;
                 }
                 products.diagonal += sum_lanes(dot);
@@ -298,7 +288,9 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             for (int i = 0; i < 8; ++i) {
                 *reinterpret_cast<Pair<T>*>(sq + (first_row + i) * ld + 2 * lane()) = x.q[i];
                 *reinterpret_cast<Pair<T>*>(sk + (first_row + i) * ld + 2 * lane()) = x.k[i];
-                store_pair<Whole>(W + atK + i * strideK, x.k[i], i < live ? count : 0);
+                const pair32 w = unpack<T>(x.k[i]);
+                const float b = sbeta[first_row + i];
+                store_pair<Whole>(W + atK + i * strideK, round_pair<T>(b * w.x, b * w.y), i < live ? count : 0);
             }
             if (Kg && Qg)
 #pragma unroll
@@ -316,12 +308,12 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     float* const sM = reinterpret_cast<float*>(shared);
     float* const sA = reinterpret_cast<float*>(shared + S::square);
     T* const sAqk = reinterpret_cast<T*>(sA);
-    T* const sAb = reinterpret_cast<T*>(sM);
+    T* const sAt = reinterpret_cast<T*>(sM);
     T* const sx = reinterpret_cast<T*>(shared + S::x + warp() * S::own);
     const int strideV = HV * V, strideC = HV * C;
     const i64 rowV = chunk.token * strideV + head * V, rowC = chunk.token * strideC + head * C;
 
-    // Each warp multiplies columns of V, then of exp Gamma * K, which lie where W will.
+    // Each warp multiplies columns of diag(beta) V, then of diag(beta) exp Gamma * K, which lie where W will.
     const int v_units = ceil_div(V, S::width), units = v_units + ceil_div(K, S::width);
     auto load_columns = [&](int unit) {
         const bool of_v = unit < v_units;
@@ -353,14 +345,12 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll 1
     for (int p = tid(); p < C * C / vec<T>; p += threads) {
         const int i = p * vec<T> / C, j = p * vec<T> % C;
-        float a[vec<T>], ab[vec<T>];
+        float a[vec<T>];
 #pragma unroll
-        for (int e = 0; e < vec<T>; ++e) {
-            a[e] = j + e <= i ? sA[i * ldm + j + e] : 0.f;
-            ab[e] = a[e] * sbeta[3 * C + j + e];
-        }
-        st128(sAb + i * lda + j, pack<T>(ab));
-        if (A_out && i < rows) store_piece(A_out + rowC + i * strideC + j, pack<T>(a), vec<T>);
+        for (int e = 0; e < vec<T>; ++e) a[e] = j + e <= i ? sA[i * ldm + j + e] : 0.f;
+        const u128 x = pack<T>(a);
+        st128(sAt + i * lda + j, x);
+        if (A_out && i < rows) store_piece(A_out + rowC + i * strideC + j, x, vec<T>);
     }
     sync();
 #pragma unroll 1
@@ -368,14 +358,17 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         if (unit >= groups) load_columns(unit);
         cp_async_wait<0>();
         syncwarp();
-        scale_rows<T, C, S::width>(sx, S::ldx, sbeta + 4 * C);
+        const bool of_v = unit < v_units;
+        if (of_v) {
+            scale_rows<T, C, S::width>(sx, S::ldx, sbeta);
+            syncwarp();
+        }
         float acc[blocks][S::width / 8][4];
         clear(acc);
-        lower_product<T, C, S::width>(acc, sAb, sx, S::ldx);
+        lower_product<T, C, S::width>(acc, sAt, sx, S::ldx);
         syncwarp();
         store_acc<T>(sx, S::ldx, acc);
         syncwarp();
-        const bool of_v = unit < v_units;
         const int column = (of_v ? unit : unit - v_units) * S::width;
         store_tile<T, C, S::width, Whole>((of_v ? U + rowV : W + rowK) + column, of_v ? strideV : strideK, sx, S::ldx, rows,
                                    (of_v ? V : K) - column, lane(), 32);

@@ -14,6 +14,7 @@ from kernels_cuda.modules import Backend, load
 from oracles.arithmetic import Exact, Stochastic
 from oracles.chunked import emulate
 from oracles.contract import Contract, chunked32, operands16
+from oracles.rounding import round_to, spacing
 from verikda.call import Call
 from verikda.case import Case
 from verikda.floor import LIMIT, judge
@@ -193,6 +194,32 @@ def test_split_at_a_chunk_with_carried_state_is_one_pass(dtype: str) -> None:
 
 
 ALL = ("Gamma", "Aqk", "A", "U", "W", "Kg", "Qg", "Vnew", "S", "qn", "kn", "beta")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_beta_multiplies_values_not_columns_of_A(dtype: str, gated: bool) -> None:
+    """U = A (diag(beta) V) and W = A (diag(beta) exp Gamma * K) with the A that is returned, each factor rounded once.
+
+    The backward takes A by itself. If the forward rounds A diag(beta) as one, U and W are products of another matrix
+    than the one whose derivative is taken, by one error for a whole row.
+    """
+    kind = {"gate_in_kernel": True, "lower_bound": -1.0} if gated else {"rule": "delta"}
+    case = Case(lengths=(64,), K=32, V=48, dtype=dtype, beta_sigmoid=True, key_regime="collinear", seed=4, **kind)
+    call = make_call(case, backward=False)
+    out = run_forward(HOST, call, keep=("A", "U", "W", "Gamma", "beta"))
+    found = {name: x.astype(np.float64)[0, :, 0] for name, x in out.items() if name != "ht"}
+    beta, k, v = found["beta"][:, None], call.problem.k[0, :, 0], call.problem.v[0, :, 0]
+    decayed = k * np.exp2(found["Gamma"]) if gated else k
+    for name, right in (("U", beta * v), ("W", beta * decayed)):
+        exact, terms = found["A"] @ round_to(right, dtype), np.abs(found["A"]) @ np.abs(right)
+        # an operand within float's error of a tie may have gone the other way: one ulp of one term of the sum
+        other = np.abs(found["A"]) @ np.where(_near_tie(right, dtype), spacing(right, dtype), 0.0)
+        assert (np.abs(found[name] - exact) <= spacing(exact, dtype) / 2 + other + 1e-5 * terms).all()
+
+
+def _near_tie(x: np.ndarray, dtype: str) -> np.ndarray:
+    return round_to(x * (1 + 2e-6), dtype) != round_to(x * (1 - 2e-6), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -110,12 +110,18 @@ MUTATIONS: dict[str, Mutation] = {
              gate_magnitude=0.3, key_regime="zero_rows", query_regime="one_large_row", beta_regime="binary",
              beta_sigmoid=True, value_regime="ints", h0="zero", seed=230038253),
         modelled_on=("fla #646",), regime="float16; most inputs hide it"),
-    "CUDA_SMALL_BETA": _one(
-        "early rounding", "beta below 5e-5 becomes a subnormal number of float16 inside A diag(beta)",
-        ("prepare.cu", "power = small_power<T>(b)", "power = 1.f"),
-        Case(lengths=(26,), K=1, V=16, dtype="float16", heads=3, gate_magnitude=0.0625, beta_regime="tiny",
-             value_regime="one_large_row", seed=52),
-        regime="float16, tiny beta"),
+    "CUDA_BETA_IN_A": Mutation(
+        "early rounding", "A diag(beta) is rounded as one, while the backward takes A",
+        (("prepare.cu", "st128(sAt + i * lda + j, x);",
+          "float ab[vec<T>]; for (int e = 0; e < vec<T>; ++e) ab[e] = a[e] * sbeta[j + e]; "
+          "st128(sAt + i * lda + j, pack<T>(ab));"),
+         ("prepare.cu", "y[i] = f * to_float(get<T>(x, i));", "y[i] = to_float(get<T>(x, i));"),
+         ("prepare.cu", "sbeta[first_row + i] * (k0 * e0), sbeta[first_row + i] * (k1 * e1)", "k0 * e0, k1 * e1"),
+         ("prepare.cu", "round_pair<T>(b * w.x, b * w.y)", "round_pair<T>(w.x, w.y)")),
+        Case(lengths=(8,), heads=4, K=3, V=24, dtype="bfloat16", beta_dtype="same", gate_magnitude=2.0,
+             gate_in_kernel=True, lower_bound=-5.0, key_regime="zero_rows", query_regime="one_large_row",
+             value_regime="ints", do_regime="ints", beta_sigmoid=True, allow_neg_eigval=True, seed=246),
+        regime="beta of the sigmoid, few keys"),
     # norms and strengths
     "CUDA_NORM_WITHOUT_EPS": _one(
         "norm", "no epsilon in the norm of keys: a row of zeros is NaN",

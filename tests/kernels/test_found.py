@@ -1,0 +1,29 @@
+"""Every case that a random search of these kernels ever failed on, shrunk, through all checks: `found/*.json`.
+
+What each was: operands of U and W in which beta had been rounded together with A (dg, dA_log, ddt_bias, adjoint,
+chunk_sizes; `test_beta_multiplies_values_not_columns_of_A` in test_forward.py has the whole kind), and decays below
+2^-126 that the floor did not let a kernel flush (flushed-decay; `tests/test_floor.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verikda.finding import load_case
+from verikda.run_case import run_case
+from verikda.targets.own import host
+
+FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_what_was_found_passes(path: Path) -> None:
+    case, _, _ = load_case(path)
+    report = run_case(host(), case)
+    assert report.verdict == "pass", [f.message for f in report.failures]
+
+
+def test_the_corpus_is_there() -> None:
+    assert len(FOUND) >= 8
