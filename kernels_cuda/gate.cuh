@@ -58,8 +58,9 @@ template <class T> VK_DEVICE float log_decay(const Gate& gate, float x, float ra
 template <class T> VK_DEVICE float exp_decay(float log) { return is_16bit<T> ? exp2(log) : exp(log); }
 template <class T> VK_DEVICE float exp_decay_flush(float log) { return is_16bit<T> ? exp2_flush(log) : exp(log); }
 
-// 2^x for x <= 0 within 1 ulp, by a Taylor series: for the few factors that a whole state is multiplied by.
+// 2^x within 1 ulp for x <= 0, by a Taylor series: for the few factors that a whole state is multiplied by.
 VK_DEVICE float exp2_close(float x) {
+    if (x > 0.f) return exp2(x);  // no decay: only outside the stable domain
     if (x <= -150.f) return 0.f;
     if (x != x) return x;
     const i32 n = i32(x - 0.5f);

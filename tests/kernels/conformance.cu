@@ -94,7 +94,7 @@ VK_KERNEL void copies(const u32* x, const i32* pred, u32* out) {  // [3, threads
     }
 }
 
-VK_KERNEL void math(const float* x, const float* y, const float* z, float* out, i32 n) {  // [11, n]
+VK_KERNEL void math(const float* x, const float* y, const float* z, float* out, i32 n) {  // [12, n]
     for (int i = bidx() * nthreads() + tid(); i < n; i += gdimx() * nthreads()) {
         float* const p = out + i;
         p[0 * n] = exp2(x[i]);
@@ -108,6 +108,7 @@ VK_KERNEL void math(const float* x, const float* y, const float* z, float* out, 
         p[8 * n] = fmin(x[i], y[i]);
         p[9 * n] = fabs(x[i]);
         p[10 * n] = exp2_close(-fabs(x[i]));
+        p[11 * n] = exp2_close(x[i]);
     }
 }
 
