@@ -155,7 +155,8 @@ def gradient_shared(dtype: str, chunk: int) -> int:
     triangle = parts * 16 * blocks * (8 * (blocks + 1) + pad) * size
     region = max(2 * parts * chunk * tile, chunk // 8 * 16 * 40 * 4, parts * 2 * 64 * tile)
     inputs = 2 * chunk * tile if size == 2 else 0
-    return 2 * triangle + region + inputs + 4 * (chunk * 68 + 3 * blocks * 64 + 64 + chunk + 16)
+    sums = chunk * 68 * (1 if size == 2 else 2)  # float calls keep single log decays too
+    return 2 * triangle + region + inputs + 4 * (sums + 3 * blocks * 64 + 64 + chunk + 16)
 
 
 def _beta_changes(call: Forward) -> bool:

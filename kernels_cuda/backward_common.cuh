@@ -77,18 +77,23 @@ VK_DEVICE void load_gate(float (&x)[16], const Gate& gate, i64 at, int stride, i
 }
 
 // Local sums sc[r][d] = log decays summed from the first row of r's block of 16 to r, so that no exponent is a difference
-// of large sums. Rows that do not exist and channels >= K add nothing. A barrier must follow.
+// of large sums. Rows that do not exist and channels >= K add nothing. `single`, where it is given, gets the log decays
+// themselves. A barrier must follow.
 template <class T>
-VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& gate, int head, int rows, int k0, int K) {
+VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& gate, int head, int rows, int k0, int K,
+                          float* single = nullptr) {
     const int d = tid() % 64, first = tid() / 64 * 16, channel = k0 + d;
     float* const column = sc + first * ld + d;
+    float* const alone = single + first * ld + d;
     float sum = 0.f;
     if (gate.kind == gate_log) {
         const Gate given{nullptr, nullptr, nullptr, 0.f, gate_log, 0};
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-            sum += log_decay<T>(given, x[i], 1.f, 0.f);
+            const float log = log_decay<T>(given, x[i], 1.f, 0.f);
+            sum += log;
             column[i * ld] = sum;
+            if (single) alone[i * ld] = log;
         }
     } else {
         const float rate = gate_rate(gate, head);
@@ -98,8 +103,10 @@ VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& g
         for (int i = 0; i < 16; ++i) column[i * ld] = x[i];
 #pragma unroll 1
         for (int i = 0; i < 16; ++i) {  // a long body: its code must not be there sixteen times
-            if (i < count) sum += log_decay<T>(gate, column[i * ld], rate, bias);
+            const float log = i < count ? log_decay<T>(gate, column[i * ld], rate, bias) : 0.f;
+            sum += log;
             column[i * ld] = sum;
+            if (single) alone[i * ld] = log;
         }
     }
 }

@@ -40,7 +40,8 @@ template <class T, int C> struct GradientShape {
     static constexpr int region = max(max(2 * operand, C / 8 * scratch * 4), stages * pair);
     static constexpr int inputs = is_16bit<T> ? 2 * C * ld * int(sizeof(T)) : 0;  // tiles of q and k, where there is room
     static constexpr int blocks = C / 16;
-    static constexpr int floats = C * ldc + 3 * blocks * 64 + 64 + C + 16;
+    static constexpr int logs = is_16bit<T> ? 0 : C * ldc;  // log decays of single rows, then from each row to its block's end
+    static constexpr int floats = C * ldc + logs + 3 * blocks * 64 + 64 + C + 16;
     static constexpr int bytes = 2 * triangle + region + inputs + 4 * floats;
 };
 
@@ -67,7 +68,8 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
     T* const sk = reinterpret_cast<T*>(region + L::region);
     T* const sq = sk + C * ld;
     float* const sc = reinterpret_cast<float*>(region + L::region + L::inputs);  // local sums [C][64]
-    float* const pass = sc + C * ldc;          // exp(total_b) [block][64]
+    float* const logs = sc + C * ldc;          // float calls: see GradientShape
+    float* const pass = logs + L::logs;        // exp(total_b) [block][64]
     float* const before = pass + NB * 64;      // product of exp(total) over the blocks before b
     float* const after = before + NB * 64;     // and after b
     float* const carried = after + NB * 64;    // rowsum(S * dS) exp gC [64]
@@ -142,6 +144,10 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         }
     }
     float db[2] = {0.f, 0.f};
+    // Log of the decay from row r to the last row of its block, which begins at row `first`.
+    auto to_end = [&](int first, int r, int d) {
+        return is_16bit<T> ? sc[(first + 15) * ldc + d] - sc[r * ldc + d] : logs[r * ldc + d];
+    };
 
 #pragma unroll 1
     for (int k0 = 0; k0 < K; k0 += 64) {
@@ -158,7 +164,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             const int at_g = tid() / 64 * 16, d = tid() % 64;
             if (gate.g_is_float) load_column(g, reinterpret_cast<const float*>(sg) + at_g * ldc + d, ldc, 16);
             else load_column(g, reinterpret_cast<const T*>(sg) + at_g * ld + d, ld, 16);
-            local_sums<T>(sc, ldc, g, gate, head, c.rows, k0, K);
+            local_sums<T>(sc, ldc, g, gate, head, c.rows, k0, K, is_16bit<T> ? nullptr : logs);
             sync();
         }
 
@@ -183,7 +189,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             float* const scratch = reinterpret_cast<float*>(region) + L::scratch * warp();
             float di[16], le[16], ri[16];
             diagonal_pairs<T, C>(di, le, ri, m, I0, Kr, Qr, at.column + l, scale, sb + at.row,
-                                 sc + at.row * ldc + at.column + l, ldc);
+                                 (is_16bit<T> ? sc : logs) + at.row * ldc + at.column + l, ldc);
             auto to_fragments = [&](const float (&x)[16], float (&acc)[1][NT_][4]) {
 #pragma unroll
                 for (int i = 0; i < 16; ++i) scratch[i * L::ld_scratch + l] = x[i];
@@ -208,6 +214,17 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 }
             });
             sync();
+            if constexpr (!is_16bit<T>) {
+                float* const column = logs + tid() / 64 * 16 * ldc + tid() % 64;
+                float sum = 0.f;
+#pragma unroll 1
+                for (int i = 15; i >= 0; --i) {
+                    const float log = column[i * ldc];
+                    column[i * ldc] = sum;
+                    sum += log;
+                }
+                sync();
+            }
         }
 
         // Rows of a block from the columns of blocks before it; without a gate also of its own. Operand: K decayed to the
@@ -220,7 +237,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 #pragma unroll
             for (int i = 0; i < vec<T>; ++i) {
                 y[i] = to_float(get<T>(x, i));
-                if constexpr (Gated) y[i] *= exp_decay_flush<T>(sc[(r / 16 * 16 + 15) * ldc + d + i] - sc[r * ldc + d + i]);
+                if constexpr (Gated) y[i] *= exp_decay_flush<T>(to_end(r / 16 * 16, r, d + i));
             }
             op0.set_piece(r, d, y);
         }
@@ -297,7 +314,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 const float diagonal = *m[0].diagonal(I0, r % 16, r % 16);
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const float fall = exp_decay_flush<T>(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
+                    const float fall = exp_decay_flush<T>(to_end(at.row, r, col + j));
                     const float right = below[0][0][n][i + j] * fall;
                     y[j] = Kc[j] * fall;
                     aK[0][n][i + j] = fma(diagonal, scale * Qc[j], aK[0][n][i + j] + right);
@@ -414,7 +431,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             for (int j = 0; j < 2; ++j) {
                 float& y = acc[0][n][i + j];
                 if constexpr (Gated)
-                    y *= after[I0 * 64 + col + j] * exp_decay_flush<T>(sc[(at.row + 15) * ldc + col + j] - sc[r * ldc + col + j]);
+                    y *= after[I0 * 64 + col + j] * exp_decay_flush<T>(to_end(at.row, r, col + j));
                 aK[0][n][i + j] += y;
                 if constexpr (Gated) y *= Kc[j];
             }

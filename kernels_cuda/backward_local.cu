@@ -6,8 +6,8 @@
 //     dA   = dU (diag(beta) V)^T + dW (diag(beta) exp Gamma * K)^T
 //     X    = -(A^T dA A^T) * M1                                   M1 strict lower triangle
 //
-// Rounded to T: dW, diag(beta) exp Gamma * K, dA, A^T dA. dAqk and X stay in float32, because dg is a difference of their
-// products.
+// Rounded to T: dW, diag(beta) V, diag(beta) exp Gamma * K, dA, A^T dA. dAqk and X stay in float32, because dg is a
+// difference of their products.
 // Only the strict lower triangle of dA reaches X: (A^T dA A^T)_ij with i > j sums dA_pq over p >= i > j >= q.
 //
 // Slices of V, then for each slice of K those of V again; 16-bit calls load one step ahead.
@@ -72,7 +72,7 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
         cp_async_commit();
     };
     // Tiles of step i. At the first step of a slice of K its tile of k starts to load; wait_k and a barrier end that.
-    auto begin = [&](int i) -> const T* {
+    auto begin = [&](int i) -> T* {
         if constexpr (L::stages == 1) {
             sync();
             load(i);
@@ -88,6 +88,32 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
         return x0 + i % L::stages * 4 * L::tile;
     };
     auto wait_k = [&] { cp_async_wait<L::stages - 1>(); };
+    // Row r of a tile times beta_r, and exp Gamma_r if `decayed`, rounded to T: the operands that U and W had, so that dA has
+    // the error of U. What is left of it in dg, in which they meet, is the error of a difference and not of its terms.
+    auto scale_rows = [&](T* tile, bool decayed = false) {
+#pragma unroll 1
+        for (int p = tid(); p < C * 64 / vec<T>; p += threads) {
+            const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
+            const u128 x = ld128(tile + r * ld + d);
+            float y[vec<T>];
+#pragma unroll
+            for (int i = 0; i < vec<T>; ++i) y[i] = to_float(get<T>(x, i));
+            if (Gated && decayed) {
+                float sum[vec<T>];
+#pragma unroll
+                for (int i = 0; i < vec<T>; ++i) sum[i] = sc[r * L::ldc + d + i];
+#pragma unroll 1
+                for (int last = 15; last < r / 16 * 16; last += 16)
+#pragma unroll
+                    for (int i = 0; i < vec<T>; ++i) sum[i] += sc[last * L::ldc + d + i];
+#pragma unroll
+                for (int i = 0; i < vec<T>; ++i) y[i] *= exp_decay_flush<T>(sum[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < vec<T>; ++i) y[i] *= sb[r];
+            st128(tile + r * ld + d, pack<T>(y));
+        }
+    };
 
     if (tid() < C) sb[tid()] = tid() < c.rows ? beta[tokenB + i64(tid()) * HV] : 0.f;
     load_tile<T, C, C>(sA, lda, A + tokenC, strideC, c.rows, C, tid(), threads);
@@ -99,12 +125,12 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
     float db[2] = {0.f, 0.f};
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        const T* const x = begin(step);
+        T* const x = begin(step);
         const int v0 = step % slices * 64, k0 = (step / slices - 1) * 64;
         if (step < slices) {
-            const T *const u = x + 2 * L::tile, *const sv = x + 3 * L::tile;
+            const T* const u = x + 2 * L::tile;
+            T* const sv = x + 3 * L::tile;
             warp_mma<T, 16, Q_, 64, NT>(acc_qk, x + at.row * ld, ld, x + L::tile + sq * ld, ld);
-            warp_mma<T, 16, Q_, 64, NT>(acc_a, u + at.row * ld, ld, sv + sq * ld, ld);
             clear(acc);
 #pragma unroll 1
             for (int r = at.row; r < C; r += 16)  // A is lower triangular
@@ -120,13 +146,16 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
                     y *= b[i / 2];
                 }
             });
+            sync();
+            scale_rows(sv);
+            sync();
+            warp_mma<T, 16, Q_, 64, NT>(acc_a, u + at.row * ld, ld, sv + sq * ld, ld);
             store_fragment<T>(dv + tokenV + at.row * strideV + v0 + at.column, strideV, acc, c.rows - at.row,
                               V - v0 - at.column);
             continue;
         }
 
         if (v0 == 0) {
-            if (k0 == 0) for_each_acc(acc_a, [&](int, int col, float& y) { y *= sb[sq + col]; });
             clear(acc);
             if constexpr (Gated) load_gate<T>(g, gate, tokenK, strideK, c.rows, k0, K);
         }
@@ -140,28 +169,7 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
             local_sums<T>(sc, L::ldc, g, gate, head, c.rows, k0, K);
             sync();
         }
-#pragma unroll 1
-        for (int p = tid(); p < C * 64 / vec<T>; p += threads) {
-            const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
-            float y[vec<T>];
-            const u128 x = ld128(x3 + r * ld + d);
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) y[i] = to_float(get<T>(x, i));
-            if constexpr (Gated) {
-                float sum[vec<T>];
-#pragma unroll
-                for (int i = 0; i < vec<T>; ++i) sum[i] = sc[r * L::ldc + d + i];
-#pragma unroll 1
-                for (int last = 15; last < r / 16 * 16; last += 16)
-#pragma unroll
-                    for (int i = 0; i < vec<T>; ++i) sum[i] += sc[last * L::ldc + d + i];
-#pragma unroll
-                for (int i = 0; i < vec<T>; ++i) y[i] *= exp_decay_flush<T>(sum[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) y[i] *= sb[r];
-            st128(x3 + r * ld + d, pack<T>(y));
-        }
+        scale_rows(x3, Gated);
         sync();
         warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
         store_tile<T, C, 64>(dW + tokenK + k0, strideK, x2, ld, c.rows, K - k0, tid(), threads);

@@ -159,8 +159,9 @@ template <int E, int NT_> VK_DEVICE void decay_columns(float (&acc)[E][1][NT_][4
     }
 }
 
-// One channel of the diagonal block I, by one lane; E_ij is a running product of the single decays, from local sums s of this
-// channel, `ld` apart.
+// One channel of the diagonal block I, by one lane; E_ij is a running product of the single decays. s: of this channel, `ld`
+// apart, in 16-bit calls local sums of log decays, in float calls the log decays themselves: after a strong one a
+// difference of sums has lost the digits of a weak one, and the forward has them.
 //     di_i = sum_{j<i} dAqk_ij K_j E_ij     le_i = sum_{j<i} X_ij K_j E_ij     ri_j = sum_{i>j} (dAqk_ij Q_i + beta_i X_ij K_i) E_ij
 template <class T, int C>
 VK_DEVICE void diagonal_pairs(float (&di)[16], float (&le)[16], float (&ri)[16], const WideTriangle<T, C> (&m)[2], int I,
@@ -169,7 +170,7 @@ VK_DEVICE void diagonal_pairs(float (&di)[16], float (&le)[16], float (&ri)[16],
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         Qc[i] = scale * Qr.at(16 * I + i, d), Kb[i] = beta[i] * Kr.at(16 * I + i, d);
-        e[i] = i > 0 ? exp_decay_flush<T>(s[i * ld] - s[(i - 1) * ld]) : 1.f;
+        e[i] = i > 0 ? exp_decay_flush<T>(is_16bit<T> ? s[i * ld] - s[(i - 1) * ld] : s[i * ld]) : 1.f;
         di[i] = le[i] = ri[i] = 0.f;
     }
 #pragma unroll

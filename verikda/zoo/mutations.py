@@ -58,7 +58,7 @@ PACK = Case(
 SOFTPLUS = replace(PACK, gate_in_kernel=True, A_log=True, dt_bias=True, qk_l2norm=True, beta_sigmoid=True)
 FLOAT = replace(USUAL, dtype="float32")
 _LATER = "(s < 8 ? exp(fall[7][0]) : 1.f)"  # in float calls, which keep sums of decays
-_DW = "        }\n        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2"
+_DW = "        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2"
 _ROWS = "c.rows = i32(min(i64(C), offsets[low + 1] - c.token))"
 _ELEMENT = "(v_first ? e * K + d : d * V + e)"
 
@@ -122,6 +122,21 @@ MUTATIONS: dict[str, Mutation] = {
              gate_in_kernel=True, lower_bound=-5.0, key_regime="zero_rows", query_regime="one_large_row",
              value_regime="ints", do_regime="ints", beta_sigmoid=True, allow_neg_eigval=True, seed=246),
         regime="beta of the sigmoid, few keys"),
+    "CUDA_VALUES_OF_ONE_ROUNDING": Mutation(
+        "early rounding", "dA has beta V unrounded, where U has it rounded: their errors no longer cancel in dg",
+        (("backward_local.cu", "scale_rows(sv);", ""),
+         ("backward_local.cu", "if (v0 == 0) {",
+          "if (v0 == 0) { if (k0 == 0) for_each_acc(acc_a, [&](int, int col, float& y) { y *= sb[sq + col]; });")),
+        Case(lengths=(2, 1, 1, 2), packed=True, K=2, V=8, dtype="float16", g_dtype="same", query_regime="keys",
+             value_regime="constant", do_regime="ints", gate_magnitude=2.0, seed=1),
+        regime="16-bit, queries like keys, equal values"),
+    "CUDA_DECAY_FROM_SUMS": _one(
+        "early rounding", "float calls take the decay of one token as a difference of sums, whose digits are gone",
+        ("backward_common.cuh", "if (single) alone[i * ld] = log;",
+         "if (single) alone[i * ld] = i ? sum - column[(i - 1) * ld] : sum;"),
+        Case(lengths=(7,), K=2, gate_regime="reset", key_regime="sparse_int", beta_regime="binary",
+             value_regime="ints"),
+        regime="float32, a weak gate after a strong one"),
     # norms and strengths
     "CUDA_NORM_WITHOUT_EPS": _one(
         "norm", "no epsilon in the norm of keys: a row of zeros is NaN",
@@ -211,7 +226,7 @@ MUTATIONS: dict[str, Mutation] = {
         ("backward_local.cu", "at.row + r ? -x : 0.f", "at.row + r ? x : 0.f"), USUAL),
     "CUDA_MISSING_BARRIER": _one(
         "missing barrier", "dW is read by warps that did not wait for those who write it",
-        ("backward_local.cu", "            sync();\n" + _DW, _DW), USUAL, ("repeat",), ("aiter #4523",), races=True),
+        ("backward_local.cu", "        sync();\n" + _DW, _DW), USUAL, ("repeat",), ("aiter #4523",), races=True),
     "CUDA_BLOCKS_BETWEEN_BACKWARD": _one(
         "decay", "gradients pass the row blocks between without their decay",
         ("backward_wide.cuh", "acc[e][0][n][i] *= i % 2 ? fall.y : fall.x;",
