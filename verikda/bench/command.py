@@ -14,6 +14,7 @@ from verikda.bench.rows import Row, exit_status
 from verikda.bench.run import bench
 from verikda.bench.workloads import MODES, Mode, workloads
 from verikda.environment import environment
+from verikda.interrupts import held
 from verikda.record import Record
 
 
@@ -55,9 +56,15 @@ def bench_command(
     record = Record(json_path)
     opening: dict[str, object] = {"kind": "bench", "kernels": source_hash(), "repeats": REPEATS}
     final: list[Row] = []
+    used: list[Device] = []
 
     def done(some: Sequence[Row], device: Device) -> None:
+        with held():  # whole files
+            write(some, device)
+
+    def write(some: Sequence[Row], device: Device) -> None:
         if not final:
+            used.append(device)
             speed = {"bandwidth": device.bandwidth, "tensor_rate": device.tensor_rate}
             record.write({**opening, "device": device.name, **speed, "environment": environment()})
         final.extend(some)
@@ -70,7 +77,12 @@ def bench_command(
         if benchmark_json is not None:
             write_pytest_benchmark(benchmark_json, final, device)
 
-    rows, device = bench(torch, peers, todo, chosen_modes, also_wrong, lambda text: out.print(text, markup=False), done)
+    try:
+        bench(torch, peers, todo, chosen_modes, also_wrong, lambda text: out.print(text, markup=False), done)
+    except KeyboardInterrupt:
+        if not final:
+            raise
+        out.print(f"interrupted after {len({row.workload for row in final})} of {len(todo)} workloads")
     record.close()
-    out.print(markdown(rows, device), markup=False, soft_wrap=True)
-    return exit_status(rows)
+    out.print(markdown(final, used[0]), markup=False, soft_wrap=True)
+    return exit_status(final)

@@ -72,7 +72,7 @@ def _need_jinja() -> None:
 
 
 def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None, jobs: int) -> list[dict[str, Any]]:
-    """Run the grid; lines as they would be read back from the file."""
+    """Run the grid; lines as they would be read back from the file. KeyboardInterrupt where there are none yet."""
     made = [resolve(name) for name in names]
     todo = items(grid, any(name in ("verikda", "verikda:cuda") for name in names) and grid.name == "full")
     lines: list[dict[str, Any]] = []
@@ -97,4 +97,6 @@ def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None,
         whole = measure_all(names, todo, jobs, on_lines)
     keep({"kind": "end", "interrupted": not whole, "lines": len(lines) - 1})
     record.close()
+    if not whole and len(lines) == 2:  # the first and the last one
+        raise KeyboardInterrupt
     return lines
