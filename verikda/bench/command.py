@@ -12,24 +12,11 @@ from verikda.bench.output import markdown, write_pytest_benchmark
 from verikda.bench.peers import chosen
 from verikda.bench.rows import Row, exit_status
 from verikda.bench.run import bench
-from verikda.bench.workloads import MODES, Mode, workloads
+from verikda.bench.workloads import MODES, workloads
+from verikda.choose import choose
 from verikda.environment import environment
 from verikda.interrupts import held
 from verikda.record import Record
-
-
-def choose_modes(names: Sequence[str]) -> tuple[Mode, ...]:
-    """The modes of these names; all of them for none.
-
-    Raises
-    ------
-    ValueError
-        For another name.
-    """
-    unknown = sorted(set(names) - set(MODES))
-    if unknown:
-        raise ValueError(f"mode is {unknown[0]!r}; use {', '.join(MODES)}")
-    return tuple(m for m in MODES if m in names or not names)
 
 
 def bench_command(
@@ -50,7 +37,7 @@ def bench_command(
     NoGpuError, ValueError
         Where nothing can be timed here, or for a target, shape, kind or mode that is not known.
     """
-    todo, peers, chosen_modes = workloads(shapes, kinds), chosen(tuple(targets)), choose_modes(modes)
+    todo, peers, chosen_modes = workloads(shapes, kinds), chosen(tuple(targets)), choose("mode", MODES, modes or MODES)
     torch = cuda_torch()
     out = show.console()
     record = Record(json_path)

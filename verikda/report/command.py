@@ -10,9 +10,10 @@ from typing import Any
 
 from kernels_cuda.sources import source_hash
 from verikda import show
+from verikda.choose import choose_one
 from verikda.environment import environment
 from verikda.record import Record, plain
-from verikda.report.grid import grid_called
+from verikda.report.grid import GRIDS
 from verikda.report.lines import read_all
 from verikda.report.run import items, measure_all
 from verikda.targets import resolve
@@ -43,7 +44,7 @@ def report_command(
         raise ValueError("--from renders what earlier runs measured and takes no TARGETS; leave out one of the two")
     if sources and json_path is not None:
         raise ValueError("--json gets what a run measures, and --from runs nothing; leave out one of the two")
-    chosen = grid_called(grid)
+    chosen = choose_one("grid", GRIDS, grid)
     if html is not None or markdown is not None:
         _need_jinja()
     out = show.console()
