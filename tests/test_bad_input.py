@@ -25,8 +25,8 @@ from oracles.contract import Contract, storage16
 from oracles.problem import Problem
 from oracles.validate import check_problem
 from verikda.case import Case
-from verikda.checking import choose_checks, choose_profile
 from verikda.checks import named
+from verikda.choose import choose, choose_listed
 from verikda.cli import main
 from verikda.dtypes import from_hex, round_to, to_hex
 from verikda.floor import judge
@@ -269,8 +269,9 @@ TABLE: list[tuple[str, Try, type[Exception] | int, str]] = [
     ("contract: inverse", call(Contract, "c", 64, "float16", inverse="lu"), ValueError, "inverse is 'lu'; use"),
     ("contract: name", call(contract_by_name, "f8", "float16", 64), verikda.targets.TargetError, "'f8' is not known"),
     ("checks", call(named, ("floor", "flor")), ValueError, "there is no check 'flor'; the checks are "),
-    ("checks, none", call(choose_checks, " , "), ValueError, "--checks names no check"),
-    ("profiles", call(choose_profile, "fast"), ValueError, "there is no profile 'fast'; the profiles are dev, "),
+    ("list, none", call(choose_listed, "--on", "dog", ("a", "b"), " , "), ValueError, "--on names no dog; give one or"),
+    ("list", call(choose_listed, "--on", "dog", ("a", "b"), "a, c"), ValueError, "no dog 'c'; the dogs are a, b"),
+    ("choose", call(choose, "mode", ("a", "b"), ["a", ""]), ValueError, "there is no mode ''; the modes are a, b"),
     ("dtypes", call(round_to, 1.0, "float64"), ValueError, "dtype is 'float64'; use one of float16, bfloat16"),
     ("bits of no number", call(to_hex, 0.1, "bfloat16"), ValueError, "0.1 is not a bfloat16 number"),
     ("bits too wide", call(from_hex, "0x12345", "float16"), ValueError, "'0x12345' is not the bit pattern"),

@@ -262,6 +262,25 @@ def test_a_crash_while_timing_costs_that_target_only(
     assert second["reason"] == ""
 
 
+def test_an_interrupt_tells_the_workloads_that_are_done(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def press(**given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    stopped = Peer("a", {"fast": "test_bench:recurrence", "none": "test_bench:delta"},
+                   lambda torch, w: TorchRunner(torch, press if w.gates == "none" else recurrence, {}))  # fmt: skip
+    path = tmp_path / "b.jsonl"
+    kinds = ["--kinds", "fast", "--kinds", "none", "--modes", "forward"]
+    result = bench(["--shapes", "1,24,2", *kinds, "--json", str(path)], monkeypatch, stopped)
+    assert result.exit_code == 0, result.output
+    assert "interrupted after 1 of 2 workloads" in result.output
+    assert "| KDA, fast gates | 1,24,2 | forward | a |" in result.output
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["bench", "timing"]
+    nothing = bench(["--shapes", "1,24,2", "--kinds", "none"], monkeypatch, stopped)
+    assert (nothing.exit_code, nothing.stderr) == (2, "verikda: interrupted before there was anything to tell\n")
+
+
 def test_jax_is_asked_for_each_mode_as_a_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a stand-in for JAX made of torch; arrays stay tensors."""
     waited: list[Any] = []

@@ -12,12 +12,13 @@ from rich.markup import escape
 from verikda import show
 from verikda.call import Call
 from verikda.capture_file import load_call
-from verikda.checks import CHECKS, Check, named
+from verikda.checks import BY_NAME, named
+from verikda.choose import choose_listed, choose_one
 from verikda.environment import environment
 from verikda.finding import Finding, failure_lines, load_case, message
 from verikda.inputs import make_call
 from verikda.parallel import search_all
-from verikda.profiles import PROFILES, Profile
+from verikda.profiles import PROFILES
 from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_call, verdict_of
 from verikda.search import Search, Settings, Summary
@@ -25,29 +26,6 @@ from verikda.targets import available, resolve
 from verikda.worst import Corpus
 
 PASS, FAIL, NOTHING = 0, 1, 2
-
-
-def choose_profile(name: str) -> Profile:
-    """The profile of this name.
-
-    Raises
-    ------
-    ValueError
-        For a name that is not one of them.
-    """
-    if name not in PROFILES:
-        raise ValueError(f"there is no profile {name!r}; the profiles are {', '.join(PROFILES)}")
-    return PROFILES[name]
-
-
-def choose_checks(names: str | None) -> tuple[Check, ...]:
-    """Checks from a comma-separated list; all of them for None."""
-    if names is None:
-        return CHECKS
-    wanted = tuple(n.strip() for n in names.split(",") if n.strip())
-    if not wanted:
-        raise ValueError(f"--checks names no check; give one or more of {', '.join(c.name for c in CHECKS)}")
-    return named(wanted)
 
 
 def check_command(
@@ -67,7 +45,7 @@ def check_command(
 ) -> int:
     """Search one target, print tables, write findings; the exit status."""
     out = show.console()
-    chosen = choose_profile(profile)
+    chosen = choose_one("profile", PROFILES, profile)
     target = resolve(target_name, contract=contract)
     if findings.exists() and not findings.is_dir():
         raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
@@ -79,7 +57,7 @@ def check_command(
         turns=chosen.turns,
         seconds=seconds,
         seed=seed,
-        checks=choose_checks(check_names),
+        checks=named(choose_listed("--checks", "check", BY_NAME, check_names)),
     )
     record, short = Record(json_path), Record(summary_path)
     opening: dict[str, object] = {

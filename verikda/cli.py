@@ -1,4 +1,7 @@
-"""The `verikda` command. Exit status: 0 pass, 1 a failure was found, 2 unusable input or nothing could be told."""
+"""The `verikda` command. Exit status: 0 pass, 1 a failure was found, 2 unusable input or nothing could be told.
+
+Ctrl-C and SIGTERM end a command early; its exit status is then that of what it had found.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,20 @@ def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> f
 
 
 def clear_errors(command: Callable[..., int]) -> Callable[..., None]:
-    """Turn the errors of bad input into one line and exit status 2, and the result into the exit status."""
+    """Turn the errors of bad input into one line and exit status 2, and the result into the exit status.
+
+    SIGTERM reaches the command as Ctrl-C does, as a KeyboardInterrupt.
+    """
     from functools import wraps
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
+        from verikda.interrupts import on_stop
         from verikda.targets.base import TargetError
 
         try:
-            status = command(*args, **kwargs)
+            with on_stop():
+                status = command(*args, **kwargs)
         except (TargetError, ValueError) as error:
             raise Unusable(str(error)) from None
         except OSError as error:
@@ -57,7 +65,11 @@ def clear_errors(command: Callable[..., int]) -> Callable[..., None]:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="verikda")
 def main() -> None:
-    """Is a KDA or DeltaNet kernel right, how precise is it, how fast is it?"""
+    """Is a KDA or DeltaNet kernel right, how precise is it, how fast is it?
+
+    Ctrl-C and SIGTERM (which timeout and job schedulers send) end a command early: what it has found is kept, its
+    files are closed, and its exit status is that of what it has found.
+    """
 
 
 @main.command()

@@ -5,17 +5,17 @@
 
 Every knob of a case is drawn uniformly from its options, over all regimes, flags and layouts that the target takes;
 values and gradients are judged as `verikda check --checks floor` does. Cases come in shares of 250 with a seed each, so
-that the same cases are drawn whatever --jobs says, and each share is recorded as one line when it ends.
+that the same cases are drawn whatever --jobs says, and each share is recorded as one line when it ends. Ctrl-C and
+SIGTERM end a run early, with the table of the shares that have ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from oracles.problem import GRADIENTS, OUTPUTS
 from verikda.case import DTYPES, Case
 from verikda.checks import named
 from verikda.inputs import make_call
+from verikda.interrupts import held, on_stop, processes
 from verikda.knobs import OPTIONS, Limits, Space
 from verikda.record import Record
 from verikda.run_case import CaseReport, run_case
@@ -125,7 +126,7 @@ def recorded(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Command line; exit status 0 without a failure, 1 with one."""
+    """Command line; exit status 0 without a failure, 1 with one, 2 if interrupted before the first share ended."""
     parser = argparse.ArgumentParser(description="Healthy implementations judged on random cases: limit 4, no failure.")
     parser.add_argument("--target", default="emulator", help="emulator, zoo, or any target that is known to be healthy")
     parser.add_argument("--contract", help="judge it under this contract instead of the one it declares")
@@ -148,11 +149,17 @@ def main(words: list[str] | None = None) -> int:
     else:
         sizes = [min(SHARE, given.cases - first) for first in range(0, given.cases, SHARE)]
         record, lines = Record(given.json), []
-        with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            fixed = (given.target, given.contract, given.dtype, given.seed)
-            for done in as_completed([pool.submit(run_share, *fixed, i, n) for i, n in enumerate(sizes)]):
-                lines.append(done.result())
-                record.write(lines[-1])
+        fixed = (given.target, given.contract, given.dtype, given.seed)
+        try:
+            with on_stop(), processes(given.jobs) as pool:
+                for done in as_completed([pool.submit(run_share, *fixed, i, n) for i, n in enumerate(sizes)]):
+                    with held():
+                        lines.append(done.result())
+                        record.write(lines[-1])
+        except KeyboardInterrupt:
+            print(f"interrupted after {len(lines)} of {len(sizes)} shares")
+            if not lines:
+                return 2
         record.close()
     print(table(lines))
     return int(any(line["failures"] for line in lines))

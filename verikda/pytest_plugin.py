@@ -134,11 +134,12 @@ def _summary(config: pytest.Config) -> Summary:
 
 def _plan(config: pytest.Config) -> tuple[Target, Settings]:
     """The target and the budget that the options name."""
-    from verikda.checking import choose_profile
+    from verikda.choose import choose_one
+    from verikda.profiles import PROFILES
     from verikda.search import Settings
     from verikda.targets import resolve
 
-    profile = choose_profile(config.getoption("verikda_profile"))
+    profile = choose_one("profile", PROFILES, config.getoption("verikda_profile"))
     cases = config.getoption("verikda_cases")
     settings = Settings(
         cases=profile.cases if cases is None else cases,
@@ -167,14 +168,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     """Append the check items when a target was named, before pytest leaves out what -k and --deselect say."""
     if not config.getoption("verikda_target"):
         return
-    from verikda.targets import resolve
     from verikda.targets.base import TargetError
 
     try:
-        resolve(config.getoption("verikda_target"))
-        from verikda.checking import choose_profile
-
-        choose_profile(config.getoption("verikda_profile"))
+        _plan(config)
     except (TargetError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
     collector = CheckCollector.from_parent(session, name="verikda", nodeid="verikda")

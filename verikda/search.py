@@ -16,6 +16,7 @@ from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, Check
 from verikda.finding import Finding
 from verikda.floor import LIMIT
+from verikda.interrupts import held
 from verikda.permits import permits
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
@@ -219,9 +220,10 @@ class Search:
         settings = self.settings
         turns = None if everything else (self._count * settings.turns, settings.turns)
         report = run_case(self.target, case, settings.checks, limit=settings.limit, turns=turns)
-        self._count += 1
-        self.summary.add(report)
-        self._on_report(report)
+        with held():  # what is counted is told
+            self._count += 1
+            self.summary.add(report)
+            self._on_report(report)
         for o in report.outcomes:
             kinds = {(o.check, f.output) for f in o.failures}
             if o.verdict == "fail" and not kinds <= self._seen:

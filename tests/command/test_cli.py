@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit statuses, what is printed, what is written, and Ctrl-C.
+"""The command line as a user meets it: exit statuses, what is printed, and what is written.
 
 What could go wrong here: a failure reported as success, a record lost or cut off, a traceback in place of a
 sentence, escape codes in a pipe, a module of the current folder that is not found.
@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,56 +174,6 @@ def test_a_function_of_the_current_folder_and_its_standalone_script() -> None:
     line = next(text for text in script.stdout.splitlines() if text.split()[0] == "o")
     expected, got = (float(part.split()[-1].removeprefix("np.float64(").rstrip("),")) for part in line.split(", got"))
     assert got == pytest.approx(1.25 * expected, rel=0.02)
-
-
-def interrupted(kind: str, *words: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-    """`verikda check` whose whole process group gets SIGINT, as from a terminal, once a line of `kind` is on record."""
-    # A process started by a background job ignores SIGINT; one at a terminal does not.
-    code = "from signal import *; signal(SIGINT, default_int_handler); from verikda.cli import main; main()"
-    command = [sys.executable, "-c", code, "check", *words, "--checks", "floor", "--json", "run.jsonl"]
-    run = subprocess.Popen(command, env=surroundings(), text=True, start_new_session=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-    try:
-        record, last = Path("run.jsonl"), time.monotonic() + 120
-        while not (record.exists() and f'"kind": "{kind}"' in record.read_text()):
-            assert run.poll() is None, run.communicate()
-            assert time.monotonic() < last
-            time.sleep(0.1)
-        os.killpg(run.pid, signal.SIGINT)
-        stdout, stderr = run.communicate(timeout=120)
-        last = time.monotonic() + 10
-        while _alive(run.pid):
-            assert time.monotonic() < last, "a process of the search is left behind"
-            time.sleep(0.1)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, run.returncode, stdout, stderr), strict(record)
-
-
-def _alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("jobs", ["1", "2"])
-@pytest.mark.parametrize(("target", "kind", "status"), [("emulator", "case", 0), ("zoo:DV_OFF", "finding", 1)])
-def test_ctrl_c_keeps_what_was_found_and_prints_the_summary(jobs: str, target: str, kind: str, status: int) -> None:
-    run, lines = interrupted(kind, target, "--jobs", jobs, "--cases", "5000")
-    assert run.returncode == status, run.stderr
-    assert run.stderr == ""
-    assert "(interrupted)" in run.stdout.splitlines()[-1]
-    assert lines[-1]["kind"] == "end"
-    assert lines[-1]["interrupted"] is True
-    cases = [line for line in lines if line["kind"] == "case"]
-    assert 0 < len(cases) == sum(lines[-1]["verdicts"].values()) < 5000
-    if status:
-        assert load_case(the_finding())[1] == target
-    else:
-        assert not Path("verikda-findings").exists()
 
 
 def test_ctrl_c_before_the_first_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

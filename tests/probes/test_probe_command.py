@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from verikda.choose import choose_listed
 from verikda.cli import main
 from verikda.finding import load_case
 from verikda.probes import command
-from verikda.probes.command import choose_probes
 from verikda.probes.frontier import Frontier, frontier
 from verikda.targets.base import Target
 from verikda.zoo.faults import forget
@@ -126,8 +126,8 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (("probe", "nope"), "verikda: target 'nope' is not known"),
-        (("probe", "zoo", "--only", "drif"), "--only 'drif' names no probe; give one or more of frontier, drift, pool"),
-        (("probe", "zoo", "--only", ","), "--only ',' names no probe"),
+        (("probe", "zoo", "--only", "drif"), "there is no probe 'drif'; the probes are frontier, drift, pool"),
+        (("probe", "zoo", "--only", ","), "--only names no probe; give one or more of frontier, drift, pool"),
         (("probe", "zoo", "--tokens", "3"), "3 is not in the range x>=64"),
     ],
 )
@@ -139,5 +139,5 @@ def test_unusable_input_is_one_line(words: tuple[str, ...], message: str) -> Non
 
 
 def test_the_order_of_probes_is_fixed() -> None:
-    assert choose_probes("pool, frontier") == ("frontier", "pool")
-    assert choose_probes(None) == ("frontier", "drift", "pool")
+    assert choose_listed("--only", "probe", command.PROBES, "pool, frontier") == ("frontier", "pool")
+    assert choose_listed("--only", "probe", command.PROBES, None) == ("frontier", "drift", "pool")

@@ -7,11 +7,8 @@ in silence.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -82,43 +79,28 @@ def test_points_are_shared_between_processes_and_none_is_lost() -> None:
     assert known(one) == known(two)
 
 
-LONG = """
-import signal
-import sys
-from verikda.cli import main
-from verikda.report.grid import GRIDS, Grid
-gates = tuple(1 + i / 4096 for i in range(4000))
-GRIDS["quick"] = Grid("quick", 1, 4, 10, gates, (16,), (), (5,), 0, (("random", 1.0, "random", "random"),))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-main(sys.argv[1:], prog_name="verikda")
-"""
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("after", [1, 0])
+def test_ctrl_c_keeps_every_finished_line(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = run.lines_of, iter(range(9))
 
+    def press(*given: Any) -> list[dict[str, Any]]:
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return real(*given)
 
-def test_ctrl_c_keeps_every_finished_line(tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "lines_of", press)
     path, page = tmp_path / "r.jsonl", tmp_path / "p.html"
-    plain = {n: v for n, v in os.environ.items() if n not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", LONG, "report", "emulator", "--json", str(path), "--html", str(page)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-    )  # fmt: skip
-    deadline = time.monotonic() + 250
-    while not (path.exists() and path.read_text().count("\n") >= 8):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=250)
-    assert process.returncode == 0, err  # what was measured passed
-    assert "cut short" in out
-    assert "Traceback" not in err
-    found = read_lines(path)
-    assert found[-1]["kind"] == "end"
-    assert found[-1]["interrupted"] is True
-    kinds = [x["kind"] for x in found[1:-1]]
-    assert len(kinds) == found[-1]["lines"] >= 3
-    assert set(kinds) == {"point", "stages"}
-    assert "cut short" in page.read_text()
+    result = verikda("report", "emulator", "--json", path, "--html", page)
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [x["kind"] for x in found] == ["report", *["point"] * after, "end"]
+    assert (found[-1]["interrupted"], found[-1]["lines"]) == (True, after)
+    if after:  # what was measured passed
+        assert result.exit_code == 0
+        assert "cut short" in result.output
+        assert "cut short" in page.read_text()
+    else:
+        assert (result.exit_code, result.stderr) == (2, "verikda: interrupted before there was anything to tell\n")
 
 
 def test_a_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:

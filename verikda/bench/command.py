@@ -12,23 +12,11 @@ from verikda.bench.output import markdown, write_pytest_benchmark
 from verikda.bench.peers import chosen
 from verikda.bench.rows import Row, exit_status
 from verikda.bench.run import bench
-from verikda.bench.workloads import MODES, Mode, workloads
+from verikda.bench.workloads import MODES, workloads
+from verikda.choose import choose
 from verikda.environment import environment
+from verikda.interrupts import held
 from verikda.record import Record
-
-
-def choose_modes(names: Sequence[str]) -> tuple[Mode, ...]:
-    """The modes of these names; all of them for none.
-
-    Raises
-    ------
-    ValueError
-        For another name.
-    """
-    unknown = sorted(set(names) - set(MODES))
-    if unknown:
-        raise ValueError(f"mode is {unknown[0]!r}; use {', '.join(MODES)}")
-    return tuple(m for m in MODES if m in names or not names)
 
 
 def bench_command(
@@ -49,15 +37,21 @@ def bench_command(
     NoGpuError, ValueError
         Where nothing can be timed here, or for a target, shape, kind or mode that is not known.
     """
-    todo, peers, chosen_modes = workloads(shapes, kinds), chosen(tuple(targets)), choose_modes(modes)
+    todo, peers, chosen_modes = workloads(shapes, kinds), chosen(tuple(targets)), choose("mode", MODES, modes or MODES)
     torch = cuda_torch()
     out = show.console()
     record = Record(json_path)
     opening: dict[str, object] = {"kind": "bench", "kernels": source_hash(), "repeats": REPEATS}
     final: list[Row] = []
+    used: list[Device] = []
 
     def done(some: Sequence[Row], device: Device) -> None:
+        with held():  # whole files
+            write(some, device)
+
+    def write(some: Sequence[Row], device: Device) -> None:
         if not final:
+            used.append(device)
             speed = {"bandwidth": device.bandwidth, "tensor_rate": device.tensor_rate}
             record.write({**opening, "device": device.name, **speed, "environment": environment()})
         final.extend(some)
@@ -70,7 +64,12 @@ def bench_command(
         if benchmark_json is not None:
             write_pytest_benchmark(benchmark_json, final, device)
 
-    rows, device = bench(torch, peers, todo, chosen_modes, also_wrong, lambda text: out.print(text, markup=False), done)
+    try:
+        bench(torch, peers, todo, chosen_modes, also_wrong, lambda text: out.print(text, markup=False), done)
+    except KeyboardInterrupt:
+        if not final:
+            raise
+        out.print(f"interrupted after {len({row.workload for row in final})} of {len(todo)} workloads")
     record.close()
-    out.print(markdown(rows, device), markup=False, soft_wrap=True)
-    return exit_status(rows)
+    out.print(markdown(final, used[0]), markup=False, soft_wrap=True)
+    return exit_status(final)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from verikda.bench import workloads as shapes
 from verikda.bench.workloads import MODES, Gates, Mode, Workload
+from verikda.choose import choose
 
 
 class Runner(Protocol):
@@ -229,7 +230,5 @@ def chosen(names: tuple[str, ...]) -> tuple[Peer, ...]:
     ValueError
         For a name that is not one of `PEERS`.
     """
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise ValueError(f"bench knows no target {unknown[0]!r}; use {', '.join(PEERS)}")
+    choose("bench target", PEERS, names)
     return tuple(PEERS[name] for name in names or PEERS)

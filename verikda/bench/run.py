@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 from verikda.bench import workloads as shapes
@@ -17,15 +17,15 @@ from verikda.bench.gpu import REPEATS, Device, Run, captured, host_times, measur
 from verikda.bench.peers import Peer, Runner
 from verikda.bench.rows import Row, Timing, compare
 from verikda.bench.workloads import Mode, Workload
+from verikda.interrupts import processes
 from verikda.targets import TargetError, resolve
 
 EAGER_REPEATS = 10
 
 
-def pool_of(jobs: int) -> Executor:
+def pool_of(jobs: int) -> AbstractContextManager[Executor]:
     """Processes for the judgements; two cores are left to launch kernels."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
-    return ProcessPoolExecutor(max(1, min(jobs, (os.cpu_count() or 1) - 2)), mp_context=get_context("spawn"))
+    return processes(max(1, min(jobs, (os.cpu_count() or 1) - 2)))
 
 
 def bench(
@@ -36,8 +36,8 @@ def bench(
     also_wrong: bool,
     say: Callable[[str], None],
     done: Callable[[Sequence[Row], Device], None],
-) -> tuple[list[Row], Device]:
-    """Check and time one workload after another; all rows, and the device.
+) -> None:
+    """Check and time one workload after another.
 
     `done` gets the rows of each workload as soon as they are final, so that a run that is cut short keeps what it had.
 
@@ -48,7 +48,6 @@ def bench(
     """
     device = measure_device(torch)
     say(f"{device.name}: copies {device.bandwidth / 1e12:.2f} TB/s, products {device.tensor_rate / 1e12:.0f} TFLOP/s")
-    rows: list[Row] = []
     verdicts: dict[tuple[str, str, bool], Future[Verdict]] = {}
     with pool_of(2 * len(todo) + len(peers)) as pool:
         truths = {w: ask_truth(pool, w, shapes.draw(torch, w, 0)) for w in todo}
@@ -80,8 +79,6 @@ def bench(
                 able = [(r, n) for r, p, n, _ in ready if mode in p.modes(w) and (not r.reason or also_wrong)]
                 time_mode(torch, w, mode, able, device)
             done(mine, device)
-            rows += mine
-    return rows, device
 
 
 def failure(what: str, error: BaseException) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from oracles.problem import Array, Problem
 from oracles.recurrence import forward_reverse
+from verikda.choose import choose
 
 K = V = 128
 L2_BYTES = 60_000_000
@@ -93,9 +94,7 @@ def workloads(shapes: Sequence[str], kinds: Sequence[str] = ()) -> tuple[Workloa
     ValueError
         For another name.
     """
-    unknown = sorted(set(kinds) - set(KINDS))
-    if unknown:
-        raise ValueError(f"kind is {unknown[0]!r}; use {', '.join(KINDS)}")
+    choose("kind", KINDS, kinds)
     found = [
         Workload(*shape[:3], gates, shape[3])
         for name in shapes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from verikda.checks import adjoint, causal, memory, structure, values
 from verikda.checks.base import Check, Context, Failure, Outcome, Verdict
+from verikda.choose import choose
 
 CHECKS: tuple[Check, ...] = (
     *values.CHECKS,
@@ -30,7 +31,4 @@ def named(names: tuple[str, ...]) -> tuple[Check, ...]:
     ValueError
         For a name that is not one of them.
     """
-    unknown = [name for name in names if name not in BY_NAME]
-    if unknown:
-        raise ValueError(f"there is no check {unknown[0]!r}; the checks are {', '.join(BY_NAME)}")
-    return tuple(check for check in CHECKS if check.name in names)
+    return tuple(BY_NAME[name] for name in choose("check", BY_NAME, names))

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from verikda import show
 from verikda.checking import FAIL, NOTHING, PASS
+from verikda.choose import choose_listed
 from verikda.environment import environment
 from verikda.finding import Finding, message
 from verikda.probes.drift import Drift, drifts
@@ -57,23 +58,6 @@ class _Run:
         self.out.print(message(finding.target, finding.failures, finding.case, replay), markup=False)
 
 
-def choose_probes(names: str | None) -> tuple[str, ...]:
-    """Probes from a comma-separated list; all of them for None.
-
-    Raises
-    ------
-    ValueError
-        For a name that is not one of them, or none at all.
-    """
-    if names is None:
-        return tuple(PROBES)
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in PROBES]
-    if unknown or not wanted:
-        raise ValueError(f"--only {names!r} names no probe; give one or more of {', '.join(PROBES)}")
-    return tuple(name for name in PROBES if name in wanted)
-
-
 def probe_command(
     target_name: str,
     *,
@@ -85,7 +69,7 @@ def probe_command(
     contract: str | None,
 ) -> int:
     """Run the probes on one target, print a table for each; the exit status."""
-    chosen = choose_probes(only)
+    chosen = choose_listed("--only", "probe", PROBES, only)
     if findings.exists() and not findings.is_dir():
         raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
     target = resolve(target_name, contract=contract)

@@ -10,9 +10,10 @@ from typing import Any
 
 from kernels_cuda.sources import source_hash
 from verikda import show
+from verikda.choose import choose_one
 from verikda.environment import environment
 from verikda.record import Record, plain
-from verikda.report.grid import grid_called
+from verikda.report.grid import GRIDS
 from verikda.report.lines import read_all
 from verikda.report.run import items, measure_all
 from verikda.targets import resolve
@@ -43,7 +44,7 @@ def report_command(
         raise ValueError("--from renders what earlier runs measured and takes no TARGETS; leave out one of the two")
     if sources and json_path is not None:
         raise ValueError("--json gets what a run measures, and --from runs nothing; leave out one of the two")
-    chosen = grid_called(grid)
+    chosen = choose_one("grid", GRIDS, grid)
     if html is not None or markdown is not None:
         _need_jinja()
     out = show.console()
@@ -72,7 +73,7 @@ def _need_jinja() -> None:
 
 
 def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None, jobs: int) -> list[dict[str, Any]]:
-    """Run the grid; lines as they would be read back from the file."""
+    """Run the grid; lines as they would be read back from the file. KeyboardInterrupt where there are none yet."""
     made = [resolve(name) for name in names]
     todo = items(grid, any(name in ("verikda", "verikda:cuda") for name in names) and grid.name == "full")
     lines: list[dict[str, Any]] = []
@@ -97,4 +98,6 @@ def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None,
         whole = measure_all(names, todo, jobs, on_lines)
     keep({"kind": "end", "interrupted": not whole, "lines": len(lines) - 1})
     record.close()
+    if not whole and len(lines) == 2:  # the first and the last one
+        raise KeyboardInterrupt
     return lines

@@ -78,19 +78,6 @@ class Point:
     keep: frozenset[str] = frozenset()
 
 
-def grid_called(name: str) -> Grid:
-    """The grid of this name.
-
-    Raises
-    ------
-    ValueError
-        For a name that is not one of them.
-    """
-    if name not in GRIDS:
-        raise ValueError(f"there is no grid {name!r}; the grids are {', '.join(GRIDS)}")
-    return GRIDS[name]
-
-
 def points(grid: Grid) -> Iterator[Point]:
     """Every point of a grid, the ones that tell most first: a run that is cut short has something of each dtype."""
     for dtype in DTYPES:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from verikda.interrupts import held, processes
 from verikda.report.grid import Grid, Point, points
 from verikda.targets import resolve
 from verikda.targets.base import Target
@@ -46,36 +44,30 @@ def measure_all(names: Sequence[str], todo: Sequence[Item], jobs: int, on_lines:
     Returns
     -------
     bool
-        False when Ctrl-C ended it; the lines of finished items have been handed on.
+        False when Ctrl-C or SIGTERM ended it; the lines of finished items have been handed on.
 
     Raises
     ------
     TargetError
         When a name is no target that can be used here.
     """
-    if jobs == 1:
-        try:
-            for item in todo:
-                on_lines(lines_of(tuple(names), item))
-        except KeyboardInterrupt:
-            return False
-        return True
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_deaf) as pool:
-        futures: list[Future[list[Any]]] = [pool.submit(lines_of, tuple(names), item) for item in todo]
-        try:
-            for future in as_completed(futures):
-                on_lines(future.result())
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            return False
+    try:
+        for lines in _measured(tuple(names), todo, jobs):
+            with held():  # all lines of an item, or none
+                on_lines(lines)
+    except KeyboardInterrupt:
+        return False
     return True
 
 
-def _deaf() -> None:
-    """Ctrl-C reaches every process of a terminal; the one that started the others ends them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _measured(names: tuple[str, ...], todo: Sequence[Item], jobs: int) -> Iterator[list[dict[str, Any]]]:
+    if jobs == 1:
+        for item in todo:
+            yield lines_of(names, item)
+        return
+    with processes(jobs) as pool:
+        for future in as_completed([pool.submit(lines_of, names, item) for item in todo]):
+            yield future.result()
 
 
 @cache

@@ -6,15 +6,14 @@ time of the search up to there, references and noise floors included.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from verikda.case import Case
+from verikda.interrupts import processes
 from verikda.profiles import PROFILES
 from verikda.run_case import CaseReport, run_case
 from verikda.search import Search, Settings
@@ -129,10 +128,6 @@ def hunt_all(wanted: list[tuple[str, int]], jobs: int) -> Iterator[Kill]:
         for name, seed in wanted:
             yield _hunt_by_name(name, seed)
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=warm_up)
-    try:
+    with processes(jobs, warm_up) as pool:
         for done in as_completed([pool.submit(_hunt_by_name, name, seed) for name, seed in wanted]):
             yield done.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,254 @@
+"""Ctrl-C and SIGTERM, on real processes: what was found is kept and closed, and nobody is left behind.
+
+What could go wrong here: a record without its last line, half a line, the traceback of a process that was cut off, a
+process that runs on alone, a second signal (`timeout` sends two) that cuts off the closing, a signal that does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verikda.finding import load_case
+from verikda.interrupts import SAME, held, on_stop
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+GROUP = pytest.mark.parametrize("group", [False, True], ids=["alone", "group"])
+SOME = pytest.mark.parametrize(
+    ("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)],
+    ids=["INT-group", "TERM-alone", "TERM-group"],
+)  # fmt: skip
+CHECK = ("verikda", "check", "--checks", "floor", "--cases", "5000", "--json", "run.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@dataclass
+class Ended:
+    """What a command left behind."""
+
+    status: int
+    stdout: str
+    stderr: str
+    lines: list[dict[str, Any]]
+
+
+def own_signals() -> None:
+    """As at a terminal: what a background job starts ignores SIGINT."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def started(kind: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A process group that runs a command and has a line of `kind` on record; killed at the end."""
+    plain = {n: v for n, v in os.environ.items() if n not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
+    env = plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    run = subprocess.Popen([sys.executable, "-m", *words], env=env, text=True, start_new_session=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=own_signals)  # fmt: skip
+    try:
+        record = Path("run.jsonl")
+        last = time.monotonic() + 200
+        while not (record.exists() and f'"kind": "{kind}"' in record.read_text()):
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < last
+            time.sleep(0.1)
+        yield run
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+def ended(run: subprocess.Popen[str]) -> Ended:
+    """Wait for the end of the command and of every process that it started; all lines of the record are whole."""
+    stdout, stderr = run.communicate(timeout=60)
+    last = time.monotonic() + 20
+    while alive(run.pid):
+        assert time.monotonic() < last, "a process is left behind"
+        time.sleep(0.1)
+    text = Path("run.jsonl").read_text()
+    assert text.endswith("\n")
+    return Ended(run.returncode, stdout, stderr, [json.loads(line) for line in text.splitlines()])
+
+
+def alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def workers(run: subprocess.Popen[str]) -> list[int]:
+    """The processes of a search that the command has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if parent == run.pid and b"spawn_main" in path.with_name("cmdline").read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def stopped(kind: str, number: signal.Signals, group: bool, *words: str) -> Ended:
+    """A command that gets the signal once a line of `kind` is on record, as `timeout` sends it if to the group."""
+    with started(kind, *words) as run:
+        os.kill(run.pid, number)
+        if group:
+            os.killpg(run.pid, number)
+        return ended(run)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize(("target", "kind", "status"), [("emulator", "case", 0), ("zoo:DV_OFF", "finding", 1)])
+@SIGNALS
+@GROUP
+def test_check_keeps_what_was_found_and_closes_its_record(
+    jobs: str, target: str, kind: str, status: int, number: signal.Signals, group: bool
+) -> None:
+    run = stopped(kind, number, group, *CHECK, target, "--jobs", jobs, "--summary", "sum.jsonl")
+    assert (run.status, run.stderr) == (status, "")
+    assert "(interrupted)" in run.stdout.splitlines()[-1]
+    end = run.lines[-1]
+    assert (end["kind"], end["interrupted"]) == ("end", True)
+    cases = [line for line in run.lines if line["kind"] == "case"]
+    assert 0 < len(cases) == sum(end["verdicts"].values()) < 5000
+    (short,) = map(json.loads, Path("sum.jsonl").read_text().splitlines())
+    assert short["verdicts"] == end["verdicts"]
+    if status:
+        (found,) = Path("verikda-findings").glob("*.json")
+        assert load_case(found)[1] == target
+    else:
+        assert not Path("verikda-findings").exists()
+
+
+OTHERS = {
+    "report": ("point", ("verikda", "report", "emulator", "--json", "run.jsonl"), "cut short"),
+    "zoo": ("kill", ("verikda", "zoo", "--kill-matrix", "--json", "run.jsonl"), "the same command goes on from here"),
+    "probe": ("frontier", ("verikda", "probe", "emulator", "--json", "run.jsonl"), "drift, pool (interrupted)"),
+    "false_alarm": ("share", ("verikda.false_alarm", "--cases", "90000", "--json", "run.jsonl"), "of 360 shares"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@SOME
+def test_other_commands_end_as_well(name: str, number: signal.Signals, group: bool) -> None:
+    kind, words, says = OTHERS[name]
+    run = stopped(kind, number, group, *words, *(() if name == "probe" else ("--jobs", "2")))
+    assert (run.status, run.stderr) == (0, "")
+    assert says in run.stdout
+    if name in ("report", "probe"):
+        assert (run.lines[-1]["kind"], run.lines[-1]["interrupted"]) == ("end", True)
+
+
+@pytest.mark.parametrize("name", ["check", "report"])
+@SOME
+def test_processes_that_are_still_starting_end_as_well(name: str, number: signal.Signals, group: bool) -> None:
+    words, kind = ((*CHECK, "emulator"), "run") if name == "check" else (OTHERS["report"][1], "report")
+    run = stopped(kind, number, group, *words, "--jobs", "2")
+    assert "Traceback" not in run.stderr
+    assert "Error" not in run.stderr
+    # earlier than that the command has begun nothing that it could close
+    assert run.lines[-1]["kind"] == kind or run.lines[-1]["interrupted"] is True
+
+
+def test_a_share_that_somebody_else_ends_is_no_whole_search() -> None:
+    with started("case", *CHECK, "emulator", "--jobs", "2") as run:
+        os.kill(workers(run)[0], signal.SIGTERM)
+        result = ended(run)
+    assert (result.status, result.stderr) == (0, "")
+    assert result.lines[-1]["interrupted"] is True
+
+
+def test_a_search_whose_master_is_killed_ends() -> None:
+    with started("case", *CHECK, "emulator", "--jobs", "2") as run:
+        run.kill()
+        result = ended(run)
+    assert (result.status, result.stderr) == (-signal.SIGKILL, "")
+
+
+@SIGNALS
+def test_the_second_signal_of_a_pair_changes_nothing(number: signal.Signals) -> None:
+    before, asked = signal.getsignal(number), []
+    time.sleep(SAME)
+    with on_stop(lambda: asked.append(1)):
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert len(asked) == 1
+        time.sleep(SAME)
+        signal.raise_signal(number)
+        assert len(asked) == 2
+    assert signal.getsignal(number) is before
+
+
+def test_what_is_held_is_stopped_at_its_end() -> None:
+    time.sleep(SAME)
+    done = []
+
+    def work() -> None:
+        with on_stop(), held():
+            with held():
+                signal.raise_signal(signal.SIGTERM)
+                done.append("inner")
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["inner", "outer"]
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with on_stop():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_changes_nothing() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def inside() -> None:
+        with on_stop():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_fork_of_the_checked_code_ends_as_it_would_alone() -> None:
+    code = """
+import os, signal, time
+from verikda.interrupts import on_stop
+with on_stop():
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        preexec_fn=own_signals,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

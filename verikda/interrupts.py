@@ -1,0 +1,133 @@
+"""Ctrl-C (SIGINT) and SIGTERM, which `timeout` and job schedulers send, ask for the same: end now, keep what there is.
+
+`on_stop` hears both in the process that the user started. The processes that this one starts are `Worker`s: they do
+not hear Ctrl-C, which a terminal sends to all of them, and end when this process ends them.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import FrameType
+
+SAME = 1.0
+"""Seconds in which a second signal is part of the first request: `timeout` signals its command, then the group."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass
+class _State:
+    last: float = -math.inf
+    held: bool = False
+    waiting: Callable[[], None] | None = None
+
+
+_state = _State()
+
+
+def interrupt() -> None:
+    """What Python does on Ctrl-C.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        Always.
+    """
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def on_stop(act: Callable[[], None] = interrupt) -> Iterator[None]:
+    """Call `act` on SIGINT and SIGTERM inside the block, in the main thread; nothing changes in other threads.
+
+    A signal that is ignored, as SIGINT is by background jobs of a script, goes on being ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+    handlers = {n: signal.getsignal(n) for n in _SIGNALS}
+    before = {n: handler for n, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # forked by the code that is checked: none of this is its business
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+            return
+        now = time.monotonic()
+        if now - _state.last < SAME:
+            return
+        _state.last = now
+        if _state.held:
+            _state.waiting = act
+        else:
+            act()
+
+    for n in before:
+        signal.signal(n, handle)
+    try:
+        yield
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Inside the block nothing is stopped halfway: `act` of `on_stop` is called at the end of the outermost one."""
+    outer, _state.held = _state.held, True
+    try:
+        yield
+    finally:
+        _state.held = outer
+        if not outer and (act := _state.waiting) is not None:
+            _state.waiting = None
+            act()
+
+
+class Worker(SpawnProcess):
+    """A process that ignores SIGINT from its first moment on, before it has imported anything; SIGTERM ends it."""
+
+    def start(self) -> None:
+        """Start it, in the main thread."""
+        with held():  # a process that has been started is known to those who end it
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new process goes on ignoring what is ignored
+            try:
+                super().start()
+            finally:
+                signal.signal(signal.SIGINT, before)
+
+
+class Workers(SpawnContext):
+    """`multiprocessing` with `Worker` as its process."""
+
+    Process = Worker
+
+
+@contextmanager
+def processes(jobs: int, initializer: Callable[[], None] | None = None) -> Iterator[ProcessPoolExecutor]:
+    """A pool of processes for the block; an exception that leaves it, KeyboardInterrupt too, ends them at once.
+
+    Parameters
+    ----------
+    jobs : how many.
+    initializer : runs first in each of them.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
+    with ProcessPoolExecutor(jobs, mp_context=Workers(), initializer=initializer) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                if isinstance(process, Worker):
+                    process.kill()  # what they were at is lost in any case, and waiting for it may take minutes
+            raise
