@@ -14,7 +14,7 @@ from verikda.bench.rows import Row, exit_status
 from verikda.bench.run import bench
 from verikda.bench.workloads import MODES, Mode, workloads
 from verikda.environment import environment
-from verikda.record import Record
+from verikda.record import Record, check_outputs
 
 
 def choose_modes(names: Sequence[str]) -> tuple[Mode, ...]:
@@ -50,6 +50,7 @@ def bench_command(
         Where nothing can be timed here, or for a target, shape, kind or mode that is not known.
     """
     todo, peers, chosen_modes = workloads(shapes, kinds), chosen(tuple(targets)), choose_modes(modes)
+    check_outputs(json=json_path, benchmark_json=benchmark_json, summary=summary)
     torch = cuda_torch()
     out = show.console()
     record = Record(json_path)

@@ -11,7 +11,7 @@ from typing import Any
 from kernels_cuda.sources import source_hash
 from verikda import show
 from verikda.environment import environment
-from verikda.record import Record, plain
+from verikda.record import Record, check_outputs, plain
 from verikda.report.grid import grid_called
 from verikda.report.lines import read_all
 from verikda.report.run import items, measure_all
@@ -46,6 +46,10 @@ def report_command(
     chosen = grid_called(grid)
     if html is not None or markdown is not None:
         _need_jinja()
+    check_outputs(json=json_path, html=html, markdown=markdown)
+    for path in (html, markdown):
+        if path is not None and path.resolve() in {source.resolve() for source in sources}:
+            raise ValueError(f"{path} is what --from reads, and the page would replace it; name another file")
     out = show.console()
     lines = read_all(sources) if sources else _measured(out, targets or ("verikda",), chosen, json_path, jobs)
     from verikda.report.page import Page, terminal
