@@ -87,6 +87,22 @@ def worst(text: bytes | str | None = None, **changes: Any) -> Try:
     return attempt
 
 
+def lines(text: str | bytes, *words: str) -> Try:
+    """The command line, where `file` holds this text and `point` one line of a report."""
+
+    def attempt(folder: Path) -> Said:
+        point = {"schema": 1, "kind": "point", "series": "s", "target": "t", "dtype": "float32", "case": {},
+                 "verdict": "pass", "detail": ""}  # fmt: skip
+        (folder / "point").write_text(json.dumps(point) + "\n")
+        (folder / "lines").write_bytes(text if isinstance(text, bytes) else text.encode())
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        said = command(*words)(folder)
+        assert before == {path: path.read_bytes() for path in before}, "a refused file is left as it is"
+        return said
+
+    return attempt
+
+
 def pytest_with(*options: str) -> Try:
     """Pytest with the plugin; its lines of error."""
 
@@ -180,6 +196,79 @@ TABLE: list[tuple[str, Try, type[Exception] | int, str]] = [
     ("corpus is a file", command("check", "zoo", "--worst", "{d}/file"), UNUSABLE, "file is a file; the corpus of"),
     ("file missing", command("replay", "{d}/none.json"), UNUSABLE, "none.json: No such file or directory"),
     ("file is a folder", command("replay", "{d}/sub"), UNUSABLE, "sub: Is a directory"),
+    # outputs are refused before anything is measured
+    ("page is a folder", command("report", "zoo", "--html", "{d}/sub"), UNUSABLE, "--html {d}/sub is a folder; name"),
+    ("page under a file", command("report", "zoo", "--html", "{d}/file/x"), UNUSABLE, "file: File exists"),
+    (
+        "one page twice",
+        command("report", "zoo", "--html", "{d}/p", "--markdown", "{d}/sub/../p"),
+        UNUSABLE,
+        "both name",
+    ),
+    (
+        "page on the record",
+        command("report", "zoo", "--json", "{d}/p", "--html", "{d}/p"),
+        UNUSABLE,
+        "--json and --html",
+    ),
+    (
+        "page on its lines",
+        lines("", "report", "--from", "{d}/point", "--html", "{d}/point"),
+        UNUSABLE,
+        "what --from reads",
+    ),
+    ("zoo: page", command("zoo", "--kill-matrix", "--report", "{d}/sub"), UNUSABLE, "sub is a folder; name a file"),
+    ("zoo: page on the record", command("zoo", "--compare", "--json", "{d}/p", "--report", "{d}/p"), UNUSABLE, "both"),
+    ("bench: page", command("bench", "--summary", "{d}/sub"), UNUSABLE, "--summary {d}/sub is a folder; name a file"),
+    ("bench: times", command("bench", "--benchmark-json", "{d}/sub"), UNUSABLE, "--benchmark-json {d}/sub is a folder"),
+    ("bench: cpu", command("bench", "--cpu", "fla", "--modes", "forward"), UNUSABLE, "leave out TARGETS, --modes"),
+    ("probe: tokens", command("probe", "emulator", "--tokens", "9" * 15), UNUSABLE, "use fewer tokens"),
+    # lines of earlier runs
+    (
+        "record of others",
+        lines("x\n", "check", "zoo", "--json", "{d}/lines"),
+        UNUSABLE,
+        "no JSON Lines of verikda; name",
+    ),
+    ("summary of others", lines("<html>", "check", "zoo", "--summary", "{d}/lines"), UNUSABLE, "holds b'<html>'"),
+    (
+        "no field",
+        lines('{"schema":1,"kind":"point"}\n', "report", "--from", "{d}/lines"),
+        UNUSABLE,
+        "series of a line of",
+    ),
+    (
+        "no such field",
+        lines('{"schema":1,"kind":"timing"}\n', "diff", "{d}/point", "{d}/lines"),
+        UNUSABLE,
+        "is missing",
+    ),
+    (
+        "field of another type",
+        lines('{"schema":1,"kind":"end","interrupted":3}\n', "report", "--from", "{d}/lines"),
+        UNUSABLE,
+        "interrupted of a line of kind 'end' is 3; measure again",
+    ),
+    (
+        "inside a field",
+        lines(
+            '{"schema":1,"kind":"timing","target":"x","workload":{},"times":{"f":3}}\n',
+            "diff",
+            "{d}/point",
+            "{d}/lines",
+        ),
+        UNUSABLE,
+        "lines: a line of kind 'timing' is not as verikda writes it (TypeError: ",
+    ),
+    (
+        "zoo: no field",
+        lines('{"kind":"zoo"}\n', "zoo", "--kill-matrix", "--json", "{d}/lines"),
+        UNUSABLE,
+        "no record of",
+    ),
+    ("zoo: kill", lines('{"kind":"kill"}\n', "zoo", "--kill-matrix", "--json", "{d}/lines"), UNUSABLE, "no record of"),
+    ("zoo: rival", lines('{"kind":"rival"}\n', "zoo", "--compare", "--json", "{d}/lines"), UNUSABLE, "no record of"),
+    ("zoo: not UTF-8", lines(b"\xff", "zoo", "--compare", "--json", "{d}/lines"), UNUSABLE, "lines is not UTF-8 text"),
     # targets
     ("unknown target", command("check", "nope"), UNUSABLE, "target 'nope' is not known: use one of verikda, "),
     ("empty target", command("check", ""), UNUSABLE, "target '' is not known"),
@@ -296,6 +385,7 @@ TABLE: list[tuple[str, Try, type[Exception] | int, str]] = [
     ("pytest: cases", pytest_with("--verikda-target=zoo", "--verikda-cases=0"), USAGE, "--verikda-cases is 0; give"),
     ("pytest: cases text", pytest_with("--verikda-cases=x"), USAGE, "--verikda-cases: invalid int value: 'x'"),
     ("pytest: seed", pytest_with("--verikda-seed=-1"), USAGE, "--verikda-seed is -1; give a number from 0"),
+    ("pytest: empty target", pytest_with("--verikda-target="), USAGE, "--verikda-target is empty, so nothing would"),
     ("pytest: no target", pytest_with("--verikda-cases=6"), USAGE, "--verikda-cases is 6, but no target is named"),
 ]
 
@@ -310,7 +400,7 @@ def test_bad_input(attempt: Try, refused: type[Exception] | int, says: str, tmp_
             attempt(tmp_path)
         assert type(error.value) is refused
         text = str(error.value)
-    assert says in text
+    assert says.replace("{d}", str(tmp_path)) in text
     assert "\n" not in text, "one line"
     assert "Traceback" not in text
 

@@ -202,6 +202,7 @@ BAD = {
     "unknown flag": (changed(said={"speed": 1}), "its header has the unknown key 'speed'; a call has only scale,"),
     "flag of another type": (changed(said={"safe_gate": 1}), "safe_gate is 1; it must be bool"),
     "scale is no number": (changed(said={"scale": float("nan")}), "scale is nan; it must be float or int or null"),
+    "scale is too large": (changed(said={"scale": 10**400}), "scale is 10+; it must be float or int or null"),
     "chunk size": (changed(said={"chunk_size": 48}), "chunk_size is 48; it must be 16, 32 or 64"),
     "no keys": (changed(k=None), "it has no k; a call has q, k, v, beta"),
     "another tensor": (changed(w=torch.zeros(2)), "it has the unknown tensor 'w'"),
@@ -227,6 +228,13 @@ def test_a_bad_file_is_one_sentence(name: str, stored: Path, tmp_path: Path) -> 
     result = CliRunner().invoke(main, ["replay", str(bad), "emulator"])
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").mkdir()
+    result = CliRunner().invoke(main, ["replay", str(tmp_path / "a.safetensors"), "emulator"])
+    assert result.exit_code == 2
+    assert "a.safetensors: Is a directory" in result.output
 
 
 def test_a_large_file_is_not_read(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +272,63 @@ def test_calls_of_a_script_are_kept(tmp_path: Path) -> None:
     missing = CliRunner().invoke(main, ["capture", str(tmp_path / "c"), str(tmp_path / "none.py")])
     assert missing.exit_code == 2
     assert "is no file; give the Python script" in missing.output
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "says"),
+    [
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        ("raise ValueError('bad config')", 1, "model.py"),
+        ("raise FileNotFoundError(2, 'x', 'weights')", 1, "model.py"),
+        ("raise KeyboardInterrupt", 1, "model.py"),
+    ],
+)
+def test_what_was_kept_is_said_however_a_script_ends(end: str, status: int, says: str, tmp_path: Path) -> None:
+    script = tmp_path / "model.py"
+    script.write_text(SCRIPT + end)
+    options = ["capture", "--function", "toy_kda:chunk_kda", str(tmp_path / "c"), str(script)]
+    result = CliRunner().invoke(main, [*options, "1"])
+    assert result.exit_code == status
+    assert "kept 1 calls" in result.output
+    assert says in result.output
+    assert "capture_command.py" not in result.output, "an error of the script shows the script"
+    assert CliRunner().invoke(main, [*options, "0"]).exit_code == (status or 2)
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "model.py"
+    script.write_text("print('started')\n" + SCRIPT)
+    for folder, says in ((script, "File exists"), (script / "c", "Not a directory")):
+        options = ["capture", "--function", "toy_kda:chunk_kda", str(folder), str(script), "1"]
+        result = CliRunner().invoke(main, options)
+        assert result.exit_code == 2
+        assert "started" not in result.output
+        assert says in result.output
+
+
+def test_another_run_leaves_the_calls_of_the_first(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        kept = verikda.capture(tmp_path)(toy_kda.chunk_kda)
+        torch.manual_seed(seed)
+        for _ in range(2):
+            kept(**inputs() | {"v": torch.randn(1, 21, 2, 3).bfloat16()})
+    assert [p.name for p in files(tmp_path)] == [f"chunk_kda-00{i}.safetensors" for i in (1, 2, 3, 4)]
+    assert len({load_call(p)[0].problem.v.tobytes() for p in files(tmp_path)}) == 4
+
+
+def test_arrays_of_numpy_are_kept_too(tmp_path: Path) -> None:
+    import ml_dtypes
+
+    given = {n: x.detach().float().numpy() for n, x in inputs().items()}
+    given |= {n: given[n].astype(ml_dtypes.bfloat16) for n in ("q", "k", "v")}
+    verikda.capture(tmp_path)(verikda.chunk_kda)(**given)
+    (path,) = files(tmp_path)
+    call, _ = load_call(path)
+    assert (call.dtypes["q"], call.dtypes["g"]) == ("bfloat16", "float32")
+    for name in ("q", "g", "beta"):
+        np.testing.assert_array_equal(getattr(call.problem, name), given[name].astype(np.float64))
 
 
 def test_known_operators_of_a_script_are_imported_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

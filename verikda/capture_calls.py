@@ -65,6 +65,7 @@ class Capture:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         self.folder, self.limit, self.count = Path(folder), limit, 0
+        self._number = 0
         self._functions = functions
         self._patched: list[tuple[Any, str, Any]] = []
 
@@ -130,7 +131,11 @@ class Capture:
     def _path(self, name: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.count += 1
-        return self.folder / f"{name.rpartition(':')[2].replace('.', '-')}-{self.count:03d}.safetensors"
+        while True:  # calls of earlier runs stay
+            self._number += 1
+            path = self.folder / f"{name.rpartition(':')[2].replace('.', '-')}-{self._number:03d}.safetensors"
+            if not path.exists():
+                return path
 
 
 def capture(folder: str | Path, functions: Sequence[str] | None = None, limit: int = 8) -> Capture:
@@ -179,12 +184,26 @@ class _Kept:
     def _write(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self._tensors, str(self._path), metadata=self._header)
+        part = self._path.with_suffix(".part")  # a run that is killed while it writes leaves the whole file before
+        save_file(self._tensors, str(part), metadata=self._header)
+        part.replace(self._path)
 
 
 def _copy(tensor: Any) -> Any:
-    """A compact copy on the host."""
+    """A compact copy on the host, as a tensor; of NumPy and CuPy arrays too."""
+    if not hasattr(tensor, "detach"):
+        return _from_array(tensor.get() if hasattr(tensor, "get") else tensor)
     return tensor.detach().cpu().clone(memory_format=_contiguous())
+
+
+def _from_array(array: Any) -> Any:
+    import numpy as np
+    import torch
+
+    copy = np.array(array, order="C")
+    if copy.dtype.name == "bfloat16":  # which torch does not know from NumPy
+        return torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(copy)
 
 
 def _contiguous() -> Any:

@@ -6,13 +6,14 @@ import importlib
 import importlib.util
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from verikda import show
 from verikda.capture_calls import KNOWN, capture
 
-KEPT, NOTHING = 0, 2
+KEPT, FAILED, NOTHING = 0, 1, 2
 
 
 def installed() -> list[str]:
@@ -32,25 +33,51 @@ def installed() -> list[str]:
 
 
 def capture_command(folder: Path, script: Path, arguments: Sequence[str], functions: Sequence[str], limit: int) -> int:
-    """Run the script as Python would, and say what was kept; exit status 0, or 2 when no operator was called.
+    """Run the script as Python would, and say what was kept, however it ended.
+
+    Returns
+    -------
+    int
+        The script's own exit status; where that is 0, 2 when no operator was called.
 
     Raises
     ------
     ValueError
         For a script that does not exist, or a function that cannot be found.
+    OSError
+        For a folder that cannot be made.
     """
     if not script.is_file():
         raise ValueError(f"{script} is no file; give the Python script whose calls are to be kept")
+    folder.mkdir(parents=True, exist_ok=True)  # now, not at the first call of a long run
     before, path = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
         with capture(folder, list(functions) or installed(), limit) as kept:
-            runpy.run_path(str(script), run_name="__main__")
+            status = _run(script)
     finally:
         sys.argv, sys.path[0] = before, path
     out = show.console()
     if not kept.count:
         out.print("no known operator was called through its module; name it with --function module:function")
-        return NOTHING
+        return status or NOTHING
     out.print(f"kept {kept.count} calls in {folder}; verikda replay FILE TARGET judges a target on one", markup=False)
+    return status
+
+
+def _run(script: Path) -> int:
+    """Run the script; the exit status that Python would end with. An error of its own is shown as Python shows it."""
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or KEPT
+        print(end.code, file=sys.stderr)
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+            frames = frames.tb_next
+        traceback.print_exception(error.with_traceback(frames or error.__traceback__))
+        return FAILED
     return KEPT

@@ -6,7 +6,7 @@ A file is data. Loading one reads numbers and checks all of them; it never impor
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ def load_call(path: Path) -> tuple[Call, str]:
     OSError
         When it cannot be read.
     """
+    path.open("rb").close()  # an error of it names the file
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"the file has {path.stat().st_size} bytes, at most {MAX_BYTES} are read; capture less")
@@ -108,7 +109,7 @@ def _flags(said: object) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"its header has the unknown key {unknown[0]!r}; a call has only {', '.join(FLAGS)}")
     for name, value in given.items():
         right = type(value) in FLAGS[name]
-        if not right or (isinstance(value, float) and not math.isfinite(value)):
+        if not right or (isinstance(value, float | int) and not abs(value) <= sys.float_info.max):
             kinds = " or ".join("null" if t is type(None) else t.__name__ for t in FLAGS[name])
             raise ValueError(f"{name} is {value!r}; it must be {kinds}")
     flags = {**DEFAULTS, **given}

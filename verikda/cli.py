@@ -277,6 +277,19 @@ def doctor() -> int:
     return doctor_command()
 
 
+def _only_json() -> None:
+    """Refuse, with `bench --cpu`, what it would not heed."""
+    context = click.get_current_context()
+    said = [
+        p.opts[0].upper() if isinstance(p, click.Argument) else p.opts[0]
+        for p in context.command.params
+        if p.name not in (None, "cpu", "json_path")
+        and context.get_parameter_source(p.name or "") is click.core.ParameterSource.COMMANDLINE
+    ]
+    if said:
+        raise ValueError(f"--cpu times the verifier itself and takes nothing but --json; leave out {', '.join(said)}")
+
+
 @main.command()
 @click.argument("targets", nargs=-1)
 @click.option(
@@ -295,6 +308,7 @@ def doctor() -> int:
 def bench(targets: tuple[str, ...], cpu: bool, json_path: Path | None, **options: Any) -> int:
     """Time TARGETS (verikda, fla, fla:safe, cudnn, jla, flashkda; all if left out) on a GPU, after checking each."""
     if cpu:
+        _only_json()
         from verikda.bench.cpu import cpu_command
 
         return cpu_command(json_path)

@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--verikda-cases is {cases}; give at least 1, or leave it out for the profile's")
     if not 0 <= seed < 2**32:
         raise pytest.UsageError(f"--verikda-seed is {seed}; give a number from 0 to {2**32 - 1}")
+    if config.getoption("verikda_target") == "":
+        raise pytest.UsageError("--verikda-target is empty, so nothing would be checked; name a target")
     if cases is not None and not config.getoption("verikda_target"):
         raise pytest.UsageError(f"--verikda-cases is {cases}, but no target is named: give --verikda-target=NAME too")
 
@@ -174,6 +176,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         _plan(config)
     except (TargetError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
+    if _FOLDER.exists() and not _FOLDER.is_dir():
+        raise pytest.UsageError(f"{_FOLDER} is a file; findings go into a folder of this name: move the file")
     collector = CheckCollector.from_parent(session, name="verikda", nodeid="verikda")
     items.extend(collector.collect())
 

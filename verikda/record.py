@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,11 +43,68 @@ def case_line(report: CaseReport) -> dict[str, Any]:
     }
 
 
+def check_outputs(**paths: Path | None) -> None:
+    """Refuse, before hours of work, files that cannot be written after it. Folders that are missing are made.
+
+    Parameters
+    ----------
+    paths : by the names of their options.
+
+    Raises
+    ------
+    ValueError
+        For a folder, for what may not be written, and for one file under two names.
+    OSError
+        When the folder of a file cannot be made.
+    """
+    seen: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        option = "--" + name.replace("_", "-")
+        if path.is_dir():
+            raise ValueError(f"{option} {path} is a folder; name a file in it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{option} {path} may not be written here; name another file")
+        other = seen.setdefault(path.resolve(), option)
+        if other != option and path.resolve() != Path(os.devnull):
+            raise ValueError(f"{other} and {option} both name {path}, and the second would replace the first; name two")
+
+
+_START = re.compile(rb'\s*\{\s*"schema"')
+
+
+def _mend(path: Path) -> None:
+    """Take off the half-written last line that a killed run leaves: the next line would be glued to it, and lost.
+
+    Raises
+    ------
+    ValueError
+        When the file holds something else than lines of verikda.
+    """
+    data = path.read_bytes()
+    if data and not _START.match(data) and not b'{"schema"'.startswith(data):
+        raise ValueError(f"{path} holds {data[:20]!r}..., no JSON Lines of verikda; name another file")
+    whole = data.rfind(b"\n") + 1
+    if whole == len(data):
+        return
+    try:
+        json.loads(data[whole:])
+    except ValueError:
+        os.truncate(path, whole)
+    else:
+        with path.open("ab") as file:
+            file.write(b"\n")
+
+
 class Record:
     """An append-only JSON Lines file, or nothing when `path` is None.
 
     Raises
     ------
+    ValueError
+        When the file holds something else.
     OSError
         When the file cannot be opened for appending.
     """
@@ -54,6 +113,8 @@ class Record:
         self._file: TextIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file():
+                _mend(path)
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:

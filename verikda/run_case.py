@@ -68,6 +68,14 @@ def run_check(check: Check, ctx: Context) -> Outcome:
         return Outcome(check.name, "fail", (Failure(check.name, "call", f"{kind}: {error}"),))
 
 
+def _reason(check: Check, ctx: Context) -> str | None:
+    """Why a check does not apply; one that must see the result of a call that fails does, and says how it ended."""
+    try:
+        return check.applies(ctx)
+    except (Refused, Crashed, Malformed):
+        return None
+
+
 def run_call(
     target: Target,
     call: Call,
@@ -94,7 +102,7 @@ def run_call(
     for check in (*free, *others):
         if check.name not in FREE and left == 0:
             break
-        reason = check.applies(ctx)
+        reason = _reason(check, ctx)
         if reason is not None:
             skipped[check.name] = reason
             continue

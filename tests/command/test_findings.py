@@ -52,6 +52,21 @@ def test_bits_of_a_number_outside_its_dtype_are_marked() -> None:
     assert hex_of(1.0 + 2**-40, "float32") == "~0x3f800000"
 
 
+@pytest.mark.parametrize(
+    "left", ["", '{"sch', '{"schema": 1, "kind": "case", "case": {"K"', '{"schema": 1, "kind": "b"}']
+)
+def test_a_half_written_last_line_costs_no_other_line(tmp_path: Path, left: str) -> None:
+    """A run was killed while it wrote; the next one appends to its file."""
+    for before in ("", '{"schema": 1, "kind": "a"}\n'):
+        path = tmp_path / f"run{len(before)}.jsonl"
+        path.write_text(before + left)
+        record = Record(path)
+        record.write({"kind": "c"})
+        record.close()
+        kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+        assert kinds == ["a"] * bool(before) + ["b"] * left.endswith("}") + ["c"]
+
+
 def test_the_record_is_appended_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     outcome = Outcome("floor", "fail", (FAILURE,), {"dq": math.inf, "o": 0.5}, "why")

@@ -141,6 +141,22 @@ def test_a_crash_or_a_malformed_answer_is_a_failure(error: Exception) -> None:
     assert str(error) in summary.findings[0].failures[0].message
 
 
+@pytest.mark.parametrize("error", [Crashed("CUDA error"), Malformed("o has no axes"), Refused("not today")])
+def test_every_check_says_how_a_call_that_fails_ended(error: Exception) -> None:
+    """Also a check that must see the result to tell whether it applies."""
+
+    def fail(call: Call, run: Any) -> Result:
+        raise error
+
+    for case in (Case(lengths=(5,), K=3, V=2), Case(lengths=(3, 0), K=2, V=2, packed=True, h0="random", dht=True)):
+        for check in CHECKS:
+            report = run_case(Odd(fail), case, (check,))
+            if report.outcomes:
+                assert report.verdict == ("refused" if isinstance(error, Refused) else "fail")
+                assert str(error) in (report.outcomes[0].detail or report.failures[0].message)
+        assert len(run_case(Odd(fail), case).outcomes) >= 1
+
+
 def test_an_output_that_is_promised_but_missing_is_a_failure() -> None:
     def forward_only(call: Call, run: Any) -> Result:
         result = run(call)

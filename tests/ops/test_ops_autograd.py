@@ -134,6 +134,25 @@ def test_views_equal_their_contiguous_copies():
     assert leaf.grad.shape == (2, 19, 1, 1)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_gives_the_same_gradients(reentrant, recompute):
+    from torch.utils.checkpoint import checkpoint
+
+    p = small.make()
+
+    def grads(run):
+        given = small.arguments(p, small.in_torch())
+        leaves = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+        o, ht = run(lambda *_: chunk_kda(**given, disable_recompute=not recompute), leaves)
+        torch.autograd.backward([o, ht], [torch.ones_like(o), torch.ones_like(ht)])
+        return [x.grad for x in leaves]
+
+    plain = grads(lambda f, leaves: f())
+    again = grads(lambda f, leaves: checkpoint(f, *leaves, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
 def test_what_the_reverse_needs_must_not_change():
     given = small.arguments(small.make(), small.in_torch())
     k = given["k"] * 1

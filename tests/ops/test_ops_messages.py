@@ -82,6 +82,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     # numbers and switches
     ({"scale": "1"}, TypeError, r"scale is '1'; use a float, or None for K \*\* -0\.5"),
     ({"scale": True}, TypeError, r"scale is True; use a float"),
+    ({"scale": 10**400}, ValueError, "scale is 10{400}; use a finite number"),
+    ({"scale": -1e300}, ValueError, r"scale is -1e\+300; use a finite number"),
     ({"scale": math.nan}, ValueError, r"scale is nan; use a finite number, or None for K \*\* -0\.5"),
     ({"scale": -math.inf}, ValueError, r"scale is -inf; use a finite number"),
     ({"chunk_size": 48}, ValueError, r"chunk_size is 48; use 16, 32 or 64"),

@@ -126,7 +126,7 @@ BAD = {
     "array": ("[1]\n", "line 1: it holds a list"),
     "schema": ('{"schema": 2, "kind": "point"}\n', "schema is 2, only 1"),
     "kind": ('{"schema": 1}\n', "kind is None"),
-    "other": ('{"schema": 1, "kind": "case"}\n', "lines of kind case hold no measurement"),
+    "other": ('{"schema": 1, "kind": "case", "case": {}, "checks": {}}\n', "lines of kind case hold no measurement"),
     "bytes": ("\udcff\n", "not UTF-8"),
 }
 

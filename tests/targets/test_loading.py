@@ -60,6 +60,14 @@ def test_a_module_that_fails(folder):
         load("mykernels2:f")
 
 
+@pytest.mark.parametrize("how", ["import sys; sys.exit(0)", "raise SystemExit"])
+def test_a_module_that_ends_python(folder, how):
+    """Status 0 of such a module must not become that of a check."""
+    (folder / "mykernels4.py").write_text(how + "\n")
+    with pytest.raises(TargetError, match="importing mykernels4 failed: SystemExit"):
+        load("mykernels4:f")
+
+
 def test_no_such_name(folder):
     (folder / "mykernels3.py").write_text("def kda(): pass\ndef _hidden(): pass\n")
     with pytest.raises(TargetError, match=r"module mykernels3 \(mykernels3.py\) has no 'f'; its callables are: kda$"):

@@ -117,7 +117,7 @@ def test_writes_are_seen():
 
 def answering(answer):
     def f(q, k, v, g, beta, do=None, dht=None):
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -151,7 +151,9 @@ def test_none_is_absent():
     assert set(target.run(call).outputs) == {"o"}
 
 
-@pytest.mark.parametrize(("error", "kind"), [(ValueError("K > 4"), Refused), (IndexError("5"), Crashed)])
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("K > 4"), Refused), (IndexError("5"), Crashed), (SystemExit("0"), Crashed)]
+)
 def test_errors(error, kind):
     target, call = answering(error)
     with pytest.raises(kind, match=str(error)):

@@ -330,6 +330,7 @@ def test_refusals_carry_their_text(error):
         RuntimeError("The size of tensor a (5) must match the size of tensor b (4)"),
         RuntimeError("unsupported operation: more than one element of the written-to tensor refers to one location"),
         torch.OutOfMemoryError("not supported"),
+        SystemExit(0),
     ],
 )
 def test_other_errors_are_crashes(error):

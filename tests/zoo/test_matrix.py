@@ -139,7 +139,7 @@ def test_the_page_holds_every_row_and_every_public_report() -> None:
 
 def test_a_record_of_another_search_is_refused(tmp_path: Path) -> None:
     record = tmp_path / "zoo.jsonl"
-    record.write_text('{"kind": "zoo", "budget": {"cases": 3}}\n')
+    record.write_text('{"kind": "zoo", "budget": {"cases": 3}, "environment": {}}\n')
     result = run("--fault", "DQ_OFF", "--json", str(record))
     assert result.exit_code == 2
     assert "name a new file" in result.output

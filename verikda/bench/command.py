@@ -16,7 +16,7 @@ from verikda.bench.workloads import MODES, workloads
 from verikda.choose import choose
 from verikda.environment import environment
 from verikda.interrupts import held
-from verikda.record import Record
+from verikda.record import Record, check_outputs
 
 
 def bench_command(
@@ -38,6 +38,7 @@ def bench_command(
         Where nothing can be timed here, or for a target, shape, kind or mode that is not known.
     """
     todo, peers, chosen_modes = workloads(shapes, kinds), chosen(tuple(targets)), choose("mode", MODES, modes or MODES)
+    check_outputs(json=json_path, benchmark_json=benchmark_json, summary=summary)
     torch = cuda_torch()
     out = show.console()
     record = Record(json_path)

@@ -34,7 +34,8 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, do: Any, dht: Any) -> tuple[Any, ...]:
         found: Mapping[str, Any] = {}
         if do is not None or dht is not None:
-            tensors, kept = ctx.saved_tensors[: len(ctx.names)], ctx.saved_tensors[len(ctx.names) :]
+            saved = ctx.saved_tensors  # read once: each reading unpacks, which activation checkpointing allows once
+            tensors, kept = saved[: len(ctx.names)], saved[len(ctx.names) :]
             ready = Ready.of(replace(ctx.call, given=dict(zip(ctx.names, tensors, strict=True))))
             found = engine.backward(ready, do, dht, saved=dict(zip(ctx.kept, kept, strict=True)))
         wanted = ctx.needs_input_grad[3:]

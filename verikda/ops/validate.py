@@ -22,6 +22,8 @@ from verikda.ops.arrays import Arrays, arrays_of
 FLOATS = ("float16", "bfloat16", "float32")
 CHUNK_SIZES = (16, 32, 64)
 MAX_CHANNELS = 256
+LARGEST = (2.0 - 2.0**-23) * 2.0**127
+"""The largest float32."""
 PUBLIC = {"h0": "initial_state"}
 """Names of arguments that differ from those of the launch plan."""
 
@@ -242,8 +244,8 @@ def _scale(scale: Any, K: int) -> float:
         return float(K**-0.5)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale is {scale!r}; use a float, or None for K ** -0.5")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {float(scale)}; use a finite number, or None for K ** -0.5")
+    if not -LARGEST <= scale <= LARGEST:  # type: ignore[operator]  # kernels take it in float32
+        raise ValueError(f"scale is {scale}; use a finite number, or None for K ** -0.5")
     return float(scale)
 
 

@@ -19,7 +19,7 @@ from verikda.checking import FAIL, NOTHING, PASS
 from verikda.choose import choose_listed
 from verikda.environment import environment
 from verikda.finding import Finding, message
-from verikda.probes.drift import Drift, drifts
+from verikda.probes.drift import Drift, drift_case, drifts
 from verikda.probes.frontier import KINDS, Frontier, frontiers
 from verikda.probes.pool import pool_machine
 from verikda.probes.pool_run import EXAMPLES, STEPS, PoolReport, run_pool
@@ -75,6 +75,9 @@ def probe_command(
     target = resolve(target_name, contract=contract)
     if only is not None and "pool" in chosen:
         pool_machine(target)  # says why it cannot be asked for here
+    if "drift" in chosen:
+        for dtype in target.capabilities.dtypes:
+            drift_case(target, dtype, tokens, seed)  # too many tokens are refused before hours of the others
     run = _Run(target, show.console(), Record(json_path), findings, seed, tokens)
     settings = {"probes": list(chosen), "seed": seed, "tokens": tokens}
     run.record.write({"kind": "run", "target": target.name, "settings": settings, "environment": environment()})

@@ -12,7 +12,7 @@ from kernels_cuda.sources import source_hash
 from verikda import show
 from verikda.choose import choose_one
 from verikda.environment import environment
-from verikda.record import Record, plain
+from verikda.record import Record, check_outputs, plain
 from verikda.report.grid import GRIDS
 from verikda.report.lines import read_all
 from verikda.report.run import items, measure_all
@@ -47,6 +47,10 @@ def report_command(
     chosen = choose_one("grid", GRIDS, grid)
     if html is not None or markdown is not None:
         _need_jinja()
+    check_outputs(json=json_path, html=html, markdown=markdown)
+    for path in (html, markdown):
+        if path is not None and path.resolve() in {source.resolve() for source in sources}:
+            raise ValueError(f"{path} is what --from reads, and the page would replace it; name another file")
     out = show.console()
     lines = read_all(sources) if sources else _measured(out, targets or ("verikda",), chosen, json_path, jobs)
     from verikda.report.page import Page, terminal

@@ -55,15 +55,33 @@ class Change:
 
 
 def measured(lines: Sequence[Line]) -> dict[Key, Measured]:
-    """Everything that can be compared, by key."""
+    """Everything that can be compared, by key.
+
+    Raises
+    ------
+    ValueError
+        When a line holds something else than what verikda writes.
+    """
     found: dict[Key, Measured] = {}
     target = ""
     for x in lines:
         if x["kind"] == "run":
             target = str(x.get("target", ""))
-        for key, m in _of(x, target):
-            found[key] = m
+        try:
+            found.update(_of(x, target))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"a line of kind {x['kind']!r} is not as verikda writes it "
+                f"({type(error).__name__}: {error}); measure again"
+            ) from None
     return found
+
+
+def _measured_in(path: Path, lines: Sequence[Line]) -> dict[Key, Measured]:
+    try:
+        return measured(lines)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _of(x: Line, target: str) -> Iterator[tuple[Key, Measured]]:
@@ -172,7 +190,7 @@ def diff_command(before: Path, after: Path, factor: float) -> int:
         raise ValueError(f"--factor is {factor:g}, it must be above 1; 1.5 lets a number grow by half")
     out = show.console()
     lines = [read_lines(path) for path in (before, after)]
-    a, b = (measured(x) for x in lines)
+    a, b = (_measured_in(path, x) for path, x in zip((before, after), lines, strict=True))
     common = a.keys() & b.keys()
     if not common:
         raise ValueError(

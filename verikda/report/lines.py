@@ -11,6 +11,16 @@ from verikda.case import parse_json
 from verikda.record import SCHEMA
 
 Line = dict[str, Any]
+FIELDS: dict[str, dict[str, type]] = {
+    "report": {"targets": list, "time": str, "environment": dict},
+    "point": {"series": str, "target": str, "dtype": str, "case": dict, "verdict": str, "detail": str},
+    "stages": {"target": str, "dtype": str, "case": dict, "errors": dict},
+    "claim": {"claim": str},
+    "case": {"case": dict, "checks": dict},
+    "timing": {"target": str, "workload": dict},
+    "end": {"interrupted": bool},
+}
+"""What a line of each kind has at least; lines of other kinds are not looked into."""
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -56,6 +66,10 @@ def _line(row: str) -> Line:
         raise ValueError(f"schema is {data.get('schema')!r}, only {SCHEMA} is read here; use the verikda that wrote it")
     if not isinstance(data.get("kind"), str):
         raise ValueError(f"kind is {data.get('kind')!r}; every line of verikda has one")
+    for name, kind in FIELDS.get(data["kind"], {}).items():
+        if not isinstance(data.get(name), kind):
+            seen = repr(data[name])[:60] if name in data else "missing"
+            raise ValueError(f"{name} of a line of kind {data['kind']!r} is {seen}; measure again to get a whole one")
     return data
 
 

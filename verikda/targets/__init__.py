@@ -189,7 +189,7 @@ def resolve(name: str, *, contract: Declared | None = None, device: str | None =
         if point.name == name:
             try:
                 found = point.load()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise TargetError(
                     f"target {name}: loading {point.value} failed: {type(error).__name__}: {error}"
                 ) from error
@@ -215,7 +215,7 @@ def as_target(found: Any, name: str, contract: Declared | None = None, device: s
     if isinstance(found, type) and _is_target(found):
         try:
             found = found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TargetError(f"{name}: making the target failed: {type(error).__name__}: {error}") from error
     if _is_target(found):
         _refuse_options(name, contract, device)

@@ -27,7 +27,7 @@ BAD_GRADIENT = (
 """What autograd says when a backward function answers with the wrong shapes, or with no tensor."""
 
 
-def sort_error(error: Exception, where: str = "") -> Exception:
+def sort_error(error: BaseException, where: str = "") -> Exception:
     """The outcome that an exception of the target's call means; raise it from `error`."""
     text = f"{where}{type(error).__name__}: {error}"
     if any(part in text for part in BAD_GRADIENT):

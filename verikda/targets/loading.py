@@ -57,7 +57,7 @@ def _import(name: str) -> Any:
                 f"no module named {error.name}: install it, or run from the folder that holds it (now {folder})"
             ) from error
         raise TargetError(f"importing {name} failed: it needs {error.name}, which is not installed") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"importing {name} failed: {type(error).__name__}: {error}") from error
     finally:
         if not here and folder in sys.path:

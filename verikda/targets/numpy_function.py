@@ -68,7 +68,7 @@ class NumpyFunction(FunctionTarget):
             keywords[argument] = block.view(buffers[name])
         try:
             answer = self.function(**keywords)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # as in torch_function.guarded
             raise sort_error(error) from error
         found = _named(answer)
         if "o" not in found:

@@ -106,7 +106,7 @@ def guarded(call: Callable[[], Any], device: str, where: str = "") -> Any:
             # Kernels run later; an error of theirs belongs to this call.
             import_torch("").cuda.synchronize(device)
         return value
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit in a target must not end a search as if it had passed
         raise sort_error(error, where) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from verikda import show
 from verikda.environment import environment
-from verikda.record import Record
+from verikda.record import Record, check_outputs
 from verikda.zoo import kills, matrix, page, rivals, tables
 from verikda.zoo.specimens import HEALTHY, SPECIMENS, specimen
 
@@ -117,6 +117,8 @@ def zoo_command(
         raise ValueError(f"no target is run with --kill-matrix or --compare; leave out {target}")
     if not kill and (seeds, jobs, where) != (1, 1, ()):
         raise ValueError("--seeds, --jobs and --where belong to --kill-matrix")
+    if kill or compare:
+        check_outputs(json=json_path, report=markdown)
     if kill:
         return kill_matrix(chosen(names, where or NUMPY), seeds, jobs, json_path, markdown)
     if compare:

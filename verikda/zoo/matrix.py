@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,6 +69,14 @@ class Totals:
     healthy_cases: int
 
 
+_FIELDS: dict[str, set[str]] = {
+    "zoo": {"budget", "environment"},
+    "kill": {f.name for f in fields(Kill)},
+    "rival": {"specimen", "outputs", "complaints"},
+}
+"""What a line of each kind has at least."""
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """Lines of a record; the last one may be cut short by an interrupt.
 
@@ -80,12 +88,16 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        rows = path.read_bytes().decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); name another file") from None
+    for number, text in enumerate(rows, 1):
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
-        if not isinstance(line, dict) or "kind" not in line:
+        if not isinstance(line, dict) or not _FIELDS.get(str(line.get("kind")), {"kind"}) <= line.keys():
             raise ValueError(f"{path}, line {number}, is no record of the zoo; name another file")
         if line["kind"] == "zoo" and line["budget"] != budget():
             raise ValueError(f"{path} is of the search {line['budget']}, this one is {budget()}; name a new file")
