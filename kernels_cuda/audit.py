@@ -31,9 +31,9 @@ SPILLS: Mapping[str, Mapping[str, int]] = {
     },
     "sm_100": {
         "prepare<bf16,64,3,true>": 48,
-        "backward_intra<bf16,64,true>": 88,
+        "backward_intra<bf16,64,true>": 60,
     },
-    "sm_120": {"prepare<bf16,64,3,true>": 48, "backward_intra<bf16,64,true>": 96},
+    "sm_120": {"prepare<bf16,64,3,true>": 48, "backward_intra<bf16,64,true>": 80},
 }
 """Most bytes, stored and loaded together, by architecture and instance: what `COMPILER` needs.
 

@@ -160,4 +160,38 @@ VK_DEVICE float prefix_rows(float& low, float& high) {
     return half + rest;
 }
 
+// g[row] <- sum of g over rows >= row, of k over rows < row, and carried[column]; of all NB blocks of rows, 64 columns, for a
+// warp that stands at row 16 `block` and `column`. k is used up. total_g, total_k: [NB][64], shared; barriers inside.
+template <int NB, int NT_>
+VK_DEVICE void sum_over_rows(float (&g)[1][NT_][4], float (&k)[1][NT_][4], const float* carried, float* total_g,
+                             float* total_k, int block, int column) {
+#pragma unroll
+    for (int n = 0; n < NT_; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float a = suffix_rows(g[0][n][j], g[0][n][j + 2]), b = prefix_rows(k[0][n][j], k[0][n][j + 2]);
+            const int at = block * 64 + column + 2 * (lane() % 4) + 8 * n + j;
+            if (lane() < 4) total_g[at] = a, total_k[at] = b;
+        }
+    sync();
+    if (tid() < 64) {  // what each block gets from the others
+        float a[NB], b[NB], after = carried[tid()], before = 0.f;
+#pragma unroll
+        for (int i = 0; i < NB; ++i) a[i] = total_g[i * 64 + tid()], b[i] = total_k[i * 64 + tid()];
+#pragma unroll
+        for (int i = 0; i < NB; ++i) {
+            total_g[(NB - 1 - i) * 64 + tid()] = after, total_k[i * 64 + tid()] = before;
+            after += a[NB - 1 - i], before += b[i];
+        }
+    }
+    sync();
+    each_pair<NT_>(16 * block, column, [&](int, int col, int n, int i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float& x = g[0][n][i + j];
+            x = (x + total_g[block * 64 + col + j]) + (k[0][n][i + j] + total_k[block * 64 + col + j]);
+        }
+    });
+}
+
 }  // namespace vk

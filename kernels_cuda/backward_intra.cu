@@ -83,7 +83,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
     const Chunk c = chunks[chunk];
     if (c.rows == 0) return;  // past the last chunk
     const Place<C> at;
-    const int l = lane(), I0 = at.row / 16, col0 = at.column + 2 * (l % 4);
+    const int l = lane(), I0 = at.row / 16;
     const int strideK = HV * K, strideV = HV * V, strideC = HV * C, strideQ = H * K;
     if (tid() == 0)
         *start = {c.token * strideQ + i64(head / (HV / H)) * K, c.token * strideK + i64(head) * K,
@@ -111,38 +111,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
     };
     load_inputs(0);
 
-    {  // four neighbours of a row of dAqk and of X for each thread and step, all loaded before the first is used
-        constexpr int steps = NB * NB * 64 / threads;
-        u128 x[steps][2];
-#pragma unroll
-        for (int i = 0; i < steps; ++i) {
-            const int p = tid() + i * threads, I = p / 64 / NB, J = p / 64 % NB, r = 16 * I + p % 64 / 4;
-            x[i][0] = x[i][1] = u128{{0, 0, 0, 0}};
-            if (J <= I && r < c.rows) {
-                const i64 from = start->square + r * strideC + 16 * J + p % 4 * 4;
-                x[i][0] = ld128(dAqk + from);
-                x[i][1] = ld128(X + from);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < steps; ++i) {
-            const int p = tid() + i * threads, I = p / 64 / NB, J = p / 64 % NB, r = p % 64 / 4, j = p % 4 * 4;
-            if (J > I) continue;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float y[4];
-#pragma unroll
-                for (int h = 0; h < 4; ++h) y[h] = as_float(x[i][e].w[h]);
-                if (Gated && I == J) {
-#pragma unroll
-                    for (int h = 0; h < 4; ++h) *m[e].diagonal(I, j + h, r) = y[h];
-                } else {
-                    m[e].set2(I, r, 16 * J + j, y[0], y[1]);
-                    m[e].set2(I, r, 16 * J + j + 2, y[2], y[3]);
-                }
-            }
-        }
-    }
+    load_triangles<T, C, Gated>(m, dAqk + start->square, X + start->square, strideC, c.rows);
     float db[2] = {0.f, 0.f};
     // Log of the decay from row r to the last row of its block, which begins at row `first`.
     auto to_end = [&](int first, int r, int d) {
@@ -451,34 +420,13 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         sync();  // the last tiles are read; their place takes the totals and g of the next slice
         if (k0 + 64 < K) load_inputs(k0 + 64);
         if constexpr (Gated) {
-#pragma unroll
-            for (int n = 0; n < NT_; ++n)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const float g = suffix_rows(aG[0][n][j], aG[0][n][j + 2]);
-                    const float a = prefix_rows(acc[0][n][j], acc[0][n][j + 2]);
-                    if (l < 4) total_g[I0 * 64 + col0 + 8 * n + j] = g, total_k[I0 * 64 + col0 + 8 * n + j] = a;
-                }
-            sync();
-            if (tid() < 64) {  // what each block gets from the others
-                float g[NB], a[NB], sum_g = carried[tid()], sum_k = 0.f;
-#pragma unroll
-                for (int i = 0; i < NB; ++i) g[i] = total_g[i * 64 + tid()], a[i] = total_k[i * 64 + tid()];
-#pragma unroll
-                for (int i = 0; i < NB; ++i) {
-                    total_g[(NB - 1 - i) * 64 + tid()] = sum_g, total_k[i * 64 + tid()] = sum_k;
-                    sum_g += g[NB - 1 - i], sum_k += a[i];
-                }
-            }
-            sync();
+            sum_over_rows<NB>(aG, acc, carried, total_g, total_k, I0, at.column);
             each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     // A hard reset lets nothing through: exactly 0, where the sums leave rounding.
                     const float decay = sc[r * ldc + col + j] - (r % 16 ? sc[(r - 1) * ldc + col + j] : 0.f);
-                    const float sum = (aG[0][n][i + j] + total_g[I0 * 64 + col + j]) +
-                                      (acc[0][n][i + j] + total_k[I0 * 64 + col + j]);
-                    aG[0][n][i + j] = decay > no_decay_left<T> ? sum : 0.f;
+                    if (!(decay > no_decay_left<T>)) aG[0][n][i + j] = 0.f;
                 }
             });
             if (dg_wide) store_fragment<float>(dg_wide + out, strideK, aG, rows, columns);

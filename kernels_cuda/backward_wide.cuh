@@ -87,6 +87,42 @@ template <class T, int C> struct WideTriangle {
     }
 };
 
+// dAqk and X of a chunk, rows `stride` apart, to m[0] and m[1]; if Gated, diagonal blocks as `diagonal` has them. 4 C threads,
+// each with four neighbours of a row at a time, all loaded before the first is used.
+template <class T, int C, bool Gated>
+VK_DEVICE void load_triangles(const WideTriangle<T, C> (&m)[2], const float* dAqk, const float* X, int stride, int rows) {
+    constexpr int NB = C / 16, threads = 4 * C, steps = NB * NB * 64 / threads;
+    u128 x[steps][2];
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+        const int p = tid() + i * threads, I = p / 64 / NB, J = p / 64 % NB, r = 16 * I + p % 64 / 4;
+        x[i][0] = x[i][1] = u128{{0, 0, 0, 0}};
+        if (J <= I && r < rows) {
+            const int from = r * stride + 16 * J + p % 4 * 4;
+            x[i][0] = ld128(dAqk + from);
+            x[i][1] = ld128(X + from);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+        const int p = tid() + i * threads, I = p / 64 / NB, J = p / 64 % NB, r = p % 64 / 4, j = p % 4 * 4;
+        if (J > I) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float y[4];
+#pragma unroll
+            for (int h = 0; h < 4; ++h) y[h] = as_float(x[i][e].w[h]);
+            if (Gated && I == J) {
+#pragma unroll
+                for (int h = 0; h < 4; ++h) *m[e].diagonal(I, j + h, r) = y[h];
+            } else {
+                m[e].set2(I, r, 16 * J + j, y[0], y[1]);
+                m[e].set2(I, r, 16 * J + j + 2, y[2], y[3]);
+            }
+        }
+    }
+}
+
 // One or two products with the same right-hand side: acc_e += block (I, J) of m_e, or its transpose, times 16 rows of x from
 // row br; N columns from column bc.
 template <bool Transposed, int N, class T, int C, int Rows, int E>

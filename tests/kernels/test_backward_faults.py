@@ -73,7 +73,7 @@ def test_rounding_that_leaks_through_a_reset_is_seen() -> None:
     g = p.g.copy()
     g[0, (20, 33)] = -np.inf
     call = replace(call, problem=replace(p, g=g))
-    fault = ("backward_intra.cu", "decay > no_decay_left<T> ? sum : 0.f", "sum")
+    fault = ("backward_intra.cu", "if (!(decay > no_decay_left<T>)) aG", "if (false) aG")
     out, _ = run_backward(Changed([fault]), call)
     assert (out["dg"][np.isneginf(g)] != 0).any()
 

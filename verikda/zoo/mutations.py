@@ -237,7 +237,7 @@ MUTATIONS: dict[str, Mutation] = {
         USUAL),
     "CUDA_DG_WITHOUT_STATE": _one(
         "gate gradient", "dg lacks rowsum(S dS) exp gC",
-        ("backward_intra.cu", "sum_g = carried[tid()]", "sum_g = 0.f * carried[tid()]"), USUAL,
+        ("backward_common.cuh", "after = carried[tid()]", "after = 0.f * carried[tid()]"), USUAL,
         modelled_on=("fla #640",), regime="a state across chunks"),
     "CUDA_DG_SIGN": _one(
         "gate gradient", "the part of later rows enters dg with the sign of that of earlier ones",
