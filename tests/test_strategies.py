@@ -6,6 +6,7 @@ Whether a case lies within the capabilities of a target is judged here by a tabl
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -202,7 +203,7 @@ def test_stratified_regimes_meet_lengths_that_can_show_them() -> None:
                 assert len(with_it) <= 40, name
 
 
-START = "907e7510591aebc5"
+START = "803e361fdafb6be1"
 """Digest of the first 60 cases, so that two machines are known to start alike."""
 
 
@@ -213,6 +214,15 @@ def test_stratified_start_is_always_the_same_and_grows_by_appending() -> None:
     assert len(set(start)) == 60
     text = "\n".join(c.to_json() for c in start)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == START, "the start is another one: fine after a new option"
+
+
+def test_stratified_start_begins_narrow_and_shows_each_gate_to_each_dtype() -> None:
+    for variant in range(5):
+        start = stratified(n=60, variant=variant)
+        assert start[0].dtype != "float32"
+        forms = Counter((c.dtype, c.gate) for c in start if c.rule == "kda")
+        assert len(forms) == 9
+    assert stratified(Capabilities(dtypes=("float32",)), 3)[0].dtype == "float32"
 
 
 def test_another_variant_is_another_start_and_as_complete() -> None:
