@@ -153,8 +153,9 @@ def stratified(
 ) -> list[Case]:
     """`n` cases, always the same, in which every option of every knob comes up early and about equally often.
 
-    The form of the gate does so for each dtype by itself, its magnitude for each dtype and form. The first case is a 16-bit one where the
-    target has any: what a process keeps of its first call (cuLA #43) harms later calls only if it was narrow.
+    The form of the gate does so for each dtype by itself, its magnitude for each dtype and form. The first case is a
+    16-bit one where the target has any: what a process keeps of its first call (cuLA #43) harms later calls only if it
+    was narrow.
 
     Run them before a random search: with the default `n` every regime, dtype, flag and length class that the
     target supports is in.
@@ -170,7 +171,7 @@ def stratified(
     space = knobs.Space(capabilities or Capabilities(), Limits(**limits), options)
     # each knob takes the option used least so far; ties fall by a hash, so that knobs do not run in step
     used: dict[tuple[Any, ...], int] = {}
-    out = []
+    out: list[Case] = []
     for i in range(n):
         known: dict[str, Any] = {}
         for name in knobs.OPTIONS:
@@ -178,13 +179,12 @@ def stratified(
                 known[name] = (i + 1_000_003 * variant) % 2**32
                 continue
             values = space.options(name, known)
+            if name == "dtype" and i == 0:
+                values = tuple(x for x in values if x != "float32") or values
             if len(values) == 1:
                 known[name] = values[0]  # no choice: it must not count against this option elsewhere
                 continue
             classes: list[tuple[Any, ...]] = [(x, values[:j].count(x)) for j, x in enumerate(values)]
-            if name == "dtype" and not out:
-                values = tuple(x for x in values if x != "float32")
-                classes = [(x, 0) for x in values]
             if name in _WITH:
                 classes = [(*c, *(known[other] for other in _WITH[name])) for c in classes]
             if name == "lengths" and name not in space.fixed:
