@@ -23,6 +23,8 @@ from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_call, verdict_of
 from verikda.search import Search, Settings, Summary
 from verikda.targets import available, resolve
+from verikda.targets.contracts import DEFAULT, NAMES
+from verikda.targets.function import FunctionTarget
 from verikda.worst import Corpus
 
 PASS, FAIL, NOTHING = 0, 1, 2
@@ -73,6 +75,13 @@ def check_command(
     }
     record.write(opening)
     out.print(f"checking {target.name}: up to {settings.cases} cases, limit {settings.limit:g}", markup=False)
+    if isinstance(target, FunctionTarget) and target.default_contract:
+        out.print(
+            f"it declares no contract, so it is judged under {DEFAULT}: --contract or its attribute verikda_contract "
+            f"names another ({', '.join(NAMES)})",
+            markup=False,
+            soft_wrap=True,
+        )
     started = time.perf_counter()
 
     with show.progress(out, settings.cases, target.name) as step:
@@ -111,6 +120,7 @@ def end_line(summary: Summary) -> dict[str, object]:
         "checks": {name: dict(count) for name, count in summary.checks.items()},
         "worst": {name: {"ratio": r, "case": c.to_dict()} for name, (r, c) in summary.worst.items()},
         "ran": dict(summary.ran),
+        "contracts": {ran: dict(count) for ran, count in summary.contracts.items()},
         "calls": summary.calls,
         "seconds": round(summary.seconds, 1),
         "interrupted": summary.interrupted,
@@ -121,7 +131,8 @@ def report_summary(out: Console, summary: Summary, limit: float) -> int:
     """Print the tables and the closing line; the exit status."""
     show.summary_tables(out, summary, limit)
     for ran, n in summary.ran.most_common(3):
-        out.print(f"ran ({n} cases): {ran}", markup=False)
+        under = ", ".join(f"{name} ({m})" for name, m in summary.contracts[ran].most_common())
+        out.print(f"ran ({n} cases): {ran}; judged under {under}", markup=False, soft_wrap=True)
     total = sum(summary.verdicts.values())
     counts = ", ".join(f"{n} {v}" for v, n in summary.verdicts.most_common())
     stopped = " (interrupted)" if summary.interrupted else ""
@@ -175,7 +186,7 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
         lines = [*failure_lines(target.name, failures), f"  replay: {replay}"]
         out.print("\n".join(lines), markup=False, soft_wrap=True)
     if ctx.ran:
-        out.print(f"ran: {ctx.ran}", markup=False)
+        out.print(f"ran: {ctx.ran}; judged under {ctx.contract.family}", markup=False, soft_wrap=True)
     verdict = verdict_of(outcomes)
     out.print(f"{show.coloured(verdict)}  {target.name}")
     return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)

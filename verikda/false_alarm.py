@@ -94,7 +94,7 @@ def run_share(target: str, contract: str | None, dtype: str, seed: int, share: i
     for _ in range(cases):
         case = draw_case(rng, space)
         tally.add(run_case(healthy, case, FLOOR))
-        judged_by = judged_by or healthy.contract(make_call(case)).name.rsplit("-c", 1)[0]
+        judged_by = judged_by or healthy.contract(make_call(case)).family
     return {
         "kind": "share", "target": healthy.name, "contract": judged_by, "dtype": dtype, "seed": seed, "share": share,
         "cases": cases, "verdicts": dict(tally.verdicts), "worst": tally.worst, "failures": tally.failures,

@@ -218,3 +218,52 @@ def test_brackets_of_an_extra_reach_the_reader(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "PROBES", probes)
     result = CliRunner().invoke(main, ["doctor"])
     assert "verikda[cuda13]" in result.output
+
+
+DECLARED = """
+from toy_kda import chunk_kda as healthy
+
+
+def plain(q, k, v, g, beta):
+    return healthy(q, k, v, g, beta)[0]
+
+
+def declares(q, k, v, g, beta):
+    return healthy(q, k, v, g, beta)[0]
+
+
+declares.verikda_contract = "float32"
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "judged", "default"),
+    [
+        ("own:plain", (), {"storage-bfloat16", "storage-float16", "float32"}, True),
+        ("own:plain", ("--contract", "recurrent32"), {"float32-recurrent"}, False),
+        ("own:declares", (), {"float32"}, False),
+        ("zoo", (), {"storage-bfloat16", "storage-float16", "float32"}, False),
+    ],
+)
+def test_what_a_target_is_judged_under_is_said(
+    target: str, options: tuple[str, ...], judged: set[str], default: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target != "zoo":
+        pytest.importorskip("torch", reason="the function takes torch tensors")
+    monkeypatch.syspath_prepend(ROOT / "tests/targets")
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("own.py").write_text(DECLARED)
+    sys.modules.pop("own", None)
+    result = verikda("check", target, "--cases", 12, "--checks", "floor", "--summary", "sum.jsonl", *options)
+    assert result.exit_code == 0, result.output
+    (ran,) = (line for line in result.stdout.splitlines() if line.startswith("ran ("))
+    said = ran.partition("; judged under ")[2]
+    assert {part.split(" (")[0] for part in said.split(", ")} == judged
+    assert ("declares no contract, so it is judged under storage16" in result.stdout) == default
+    (line,) = strict(Path("sum.jsonl"))
+    (counts,) = line["contracts"].values()
+    assert set(counts) == judged
+    assert sum(counts.values()) == 12
+    Path("case.json").write_text(CASE.to_json())
+    again = verikda("replay", "case.json", target, *options)
+    assert any(f"; judged under {name}\n" in again.stdout for name in judged)
