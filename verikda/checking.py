@@ -22,7 +22,7 @@ from verikda.profiles import PROFILES
 from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_call, verdict_of
 from verikda.search import Search, Settings, Summary
-from verikda.targets import available, resolve
+from verikda.targets import available, made_here, resolve
 from verikda.targets.contracts import DEFAULT, NAMES
 from verikda.targets.function import FunctionTarget
 from verikda.worst import Corpus
@@ -201,7 +201,7 @@ def targets_command() -> int:
     """List the known targets."""
     out = show.console()
     rows = show.table("target", "here", "says")
-    for entry in available():
+    for entry in map(made_here, available()):
         says = entry.description if entry.installed else entry.reason
         rows.add_row(entry.name, "yes" if entry.installed else "no", escape(says))
     rows.add_row("module:function", "yes", "any function with chunk_kda's public signature on torch tensors")

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from verikda import targets
 from verikda.case import Case
 from verikda.cli import main
 from verikda.finding import load_case
+from verikda.targets import TargetError, resolve
 from verikda.zoo.faults import forget
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +114,14 @@ def test_targets_and_doctor() -> None:
     assert listed.exit_code == 0
     for name in ("verikda", "emulator", "zoo", "transformers", "module:function"):
         assert any(line.split()[:1] == [name] for line in listed.stdout.splitlines())
+    for name in targets.BUILT_IN:
+        (line,) = (line for line in listed.stdout.splitlines() if line.split()[:1] == [name])
+        try:
+            resolve(name)
+        except TargetError:
+            assert line.split()[1] == "no"
+        else:
+            assert line.split()[1] == "yes"
     healthy = verikda("doctor")
     assert healthy.exit_code == 0
     assert "GPU" in healthy.stdout
