@@ -186,6 +186,26 @@ def test_a_function_of_the_current_folder_and_its_standalone_script() -> None:
     assert got == pytest.approx(1.25 * expected, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("words", "title", "total"),
+    [
+        (("check", "zoo", *QUICK), "zoo:NONE", 4),
+        (("check", "zoo", *QUICK, "--jobs", 2), "zoo:NONE", 4),
+        (("zoo", "zoo", "--fault", "DV_OFF", "--fault", "DG_OFF"), "zoo:NONE", 2),
+    ],
+)
+def test_a_pipe_is_told_how_far_it_is(
+    words: tuple[object, ...], title: str, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def progress() -> list[str]:
+        lines = verikda(*words).stdout.splitlines()
+        return [line.partition(" after ")[0] for line in lines if line.endswith(" s") and " after " in line]
+
+    assert not progress()  # it ends soon
+    monkeypatch.setattr("verikda.show.EVERY", 0.0)
+    assert progress() == [f"{title}: {i + 1} of {total}" for i in range(total)]
+
+
 def test_ctrl_c_before_the_first_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def press(*args: object, **options: object) -> int:
         raise KeyboardInterrupt
