@@ -151,7 +151,10 @@ def check(
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("target", required=False)
 @click.option(
-    "--snippet", type=click.Path(path_type=Path), help="Write a standalone script (NumPy and the target only)."
+    "--snippet",
+    type=click.Path(path_type=Path),
+    help="Write a standalone script (NumPy and the target only) that exits with 1 where values are wrong; of the "
+    "checks, run floor and that of the finding only.",
 )
 @click.option("--contract", help="Judge under this contract instead of the target's.")
 @clear_errors
