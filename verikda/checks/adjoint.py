@@ -29,7 +29,8 @@ def _gap(outputs: Mapping[str, Array], p: Problem) -> Array:
         w = getattr(p, weight)
         if w is not None:
             x = outputs[output]
-            gap = gap + sign * (x * w).sum(axis=tuple(range(x.ndim - w.ndim, x.ndim)))
+            with np.errstate(invalid="ignore", over="ignore"):  # of results that are not finite; the callers look
+                gap = gap + sign * (x * w).sum(axis=tuple(range(x.ndim - w.ndim, x.ndim)))
     return gap
 
 
