@@ -91,8 +91,7 @@ def _round_bits(x: Floats, dtype: str) -> Floats:
         tiny = size < 2.0**least
         if tiny.any():  # subnormal: fixed spacing, every scaling here is exact
             q = x.dtype.type(2.0 ** (least - bits))
-            small = np.where(tiny, x, x.dtype.type(0.0))  # x / q of the others may overflow
-            np.copyto(y, np.copysign(np.rint(small / q) * q, x), where=tiny)
+            np.copyto(y, np.copysign(np.rint(x / q) * q, x), where=tiny)
     if not size.max(initial=0.0) < largest:
         with np.errstate(invalid="ignore"):
             np.copyto(y, np.copysign(x.dtype.type(np.inf), x), where=np.abs(y) > largest)
@@ -128,8 +127,7 @@ def round_stochastic(x: Floats, dtype: str, salt: Salt) -> Floats:
         pattern &= ~np.uint64((1 << drop) - 1)
         y: Floats = pattern.view(np.float64)
     else:
-        with np.errstate(over="ignore"):
-            single = np.ascontiguousarray(x.astype(np.float32, copy=False))
+        single = np.ascontiguousarray(x.astype(np.float32, copy=False))
         drop = 23 - bits
         word32 = single.view(np.uint32)
         key = word32 & np.uint32(0x7FFFFF)

@@ -29,8 +29,7 @@ def _gap(outputs: Mapping[str, Array], p: Problem) -> Array:
         w = getattr(p, weight)
         if w is not None:
             x = outputs[output]
-            with np.errstate(invalid="ignore", over="ignore"):  # of results that are not finite; the callers look
-                gap = gap + sign * (x * w).sum(axis=tuple(range(x.ndim - w.ndim, x.ndim)))
+            gap = gap + sign * (x * w).sum(axis=tuple(range(x.ndim - w.ndim, x.ndim)))
     return gap
 
 

@@ -101,5 +101,4 @@ def _named(answer: Any) -> dict[str, Any]:
 
 
 def _float64(value: Any) -> Array:
-    with np.errstate(invalid="ignore"):  # memory that nobody wrote may hold NaNs that tell of every use
-        return np.array(value, dtype=np.float64)
+    return np.array(value, dtype=np.float64)
