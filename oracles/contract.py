@@ -67,6 +67,11 @@ class Contract:
             allowed = "S, qn, kn (token recurrence)" if self.chunk is None else ", ".join(sorted(SITES))
             raise ValueError(f"contract {self.name}: {unknown[0]!r} is no site; use {allowed}.")
 
+    @property
+    def family(self) -> str:
+        """Its name without the chunk size."""
+        return self.name.removesuffix(f"-c{self.chunk}")
+
     def with_chunk(self, chunk: int) -> Contract:
         """The same sites with another chunk size."""
         if self.chunk is None:

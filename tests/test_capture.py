@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import types
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import verikda
 from oracles.recurrence import forward_reverse
+from verikda.capture_calls import Capture
 from verikda.capture_file import HEADER, load_call
 from verikda.cli import main
 
@@ -118,6 +121,33 @@ def test_a_context_takes_the_place_of_operators_and_gives_it_back(
     assert model.chunk_kda is toy_kda.chunk_kda  # type: ignore[attr-defined]
     assert kept.count == 2
     assert [p.name for p in files(tmp_path)] == ["chunk_kda-001.safetensors", "chunk_kda-002.safetensors"]
+
+
+@pytest.mark.parametrize("calls", ["none", "by a name bound before", "through the module", "that fail"])
+def test_a_context_that_saw_no_call_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: str) -> None:
+    model = types.ModuleType("model_of_mine")
+    model.chunk_kda = before = toy_kda.chunk_kda  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "model_of_mine", model)
+
+    def run(**options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with suppress(ZeroDivisionError), Capture(tmp_path, ["model_of_mine:chunk_kda"], **options):
+                if calls == "through the module":
+                    model.chunk_kda(**inputs())
+                elif calls == "by a name bound before":
+                    before(**inputs())
+                elif calls == "that fail":
+                    1 / 0  # noqa: B018
+        assert all(w.filename == __file__ for w in said)
+        return [str(w.message) for w in said]
+
+    if calls in ("through the module", "that fail"):
+        assert not run()
+    else:
+        (text,) = run()
+        assert f"kept nothing in {tmp_path}: nobody called model_of_mine:chunk_kda by" in text
+        assert not run(warn=False)
 
 
 def test_known_operators_are_those_that_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,11 @@ class Call:
     layout: str = "contiguous"
     poison: float | None = None
 
+    def output_dtypes(self) -> dict[str, str]:
+        """What dtype each output should have: o that of q, states float32, gradients those of their inputs."""
+        gradients = {f"d{n}": d for n, d in self.dtypes.items() if n not in ("do", "dht", "cu_seqlens")}
+        return {"o": self.dtypes["q"], "ht": "float32", **gradients}
+
 
 @dataclass(frozen=True, eq=False)
 class Result:

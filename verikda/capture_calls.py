@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ class Capture:
     functions : "module:function" of operators that are looked up by that name when they are called; None means those of
         `KNOWN` whose module is imported.
     limit : calls that are kept; the others just run.
+    warn : whether a context in which no call was made warns when it ends. Only calls by the module's attribute are
+        seen, not those by a name that `from module import function` had bound before.
 
     Raises
     ------
@@ -61,12 +64,15 @@ class Capture:
         For a limit below 1. On entering, for a name that cannot be found, or when no known operator is imported.
     """
 
-    def __init__(self, folder: str | Path, functions: Sequence[str] | None = None, limit: int = 8) -> None:
+    def __init__(
+        self, folder: str | Path, functions: Sequence[str] | None = None, limit: int = 8, *, warn: bool = True
+    ) -> None:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         self.folder, self.limit, self.count = Path(folder), limit, 0
         self._number = 0
         self._functions = functions
+        self._warn = warn
         self._patched: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Capture:
@@ -86,13 +92,21 @@ class Capture:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Put the operators back."""
+        """Put the operators back; warn if the context ended as it should and no call was seen."""
+        names = [f"{module.__name__}:{attribute}" for module, attribute, _ in self._patched]
         while self._patched:
             module, attribute, original = self._patched.pop()
             if original is None:  # it had come from the module's __getattr__
                 delattr(module, attribute)
             else:
                 setattr(module, attribute, original)
+        if not self.count and error[:1] in ((), (None,)) and self._warn:
+            warnings.warn(
+                f"verikda.capture kept nothing in {self.folder}: nobody called {', '.join(names)} by those names while "
+                "it was active. A name that `from module import function` had bound before is not seen: give "
+                "functions=('module_that_calls_it:function',), or wrap the function itself",
+                stacklevel=2,
+            )
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, every call of which is kept until the limit is reached."""

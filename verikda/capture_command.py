@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verikda import show
-from verikda.capture_calls import KNOWN, capture
+from verikda.capture_calls import KNOWN, Capture
 
 KEPT, FAILED, NOTHING = 0, 1, 2
 
@@ -53,7 +53,7 @@ def capture_command(folder: Path, script: Path, arguments: Sequence[str], functi
     before, path = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
-        with capture(folder, list(functions) or installed(), limit) as kept:
+        with Capture(folder, list(functions) or installed(), limit, warn=False) as kept:
             status = _run(script)
     finally:
         sys.argv, sys.path[0] = before, path

@@ -28,6 +28,9 @@ from verikda.environment import versions
 from verikda.run_case import run_call, verdict_of
 from verikda.targets import TargetError, resolve
 
+DESCRIPTION = """Train a small Kimi-Linear on the CPU (minutes), capture the calls of its delta rule in one training
+step, and report their gates, beta and keys, and what the checks say of several targets on them. Needs torch and
+transformers."""
 TOKENS, BATCH, STEPS = 128, 2, 40
 RATE = 3e-3
 OPERATOR = "transformers.models.kimi_linear.modeling_kimi_linear:chunk_kimi_delta_attention"
@@ -196,10 +199,18 @@ def report(losses: Sequence[float], before: Sequence[Path], after: Sequence[Path
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, keep, judge, write."""
-    parser = argparse.ArgumentParser(prog="python -m verikda.capture_example", description="See the module.")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--folder", type=Path, default=Path("reports/cpu/captured"))
-    parser.add_argument("--report", type=Path, default=Path("reports/cpu/captured.md"))
+    parser = argparse.ArgumentParser(
+        prog="python -m verikda.capture_example",
+        description=DESCRIPTION,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of training")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("reports/cpu/captured"), help="of the captured calls; it is emptied first"
+    )
+    parser.add_argument(
+        "--report", type=Path, default=Path("reports/cpu/captured.md"), help="Markdown file that is written"
+    )
     args = parser.parse_args(arguments)
     started = time.perf_counter()
     net = model()

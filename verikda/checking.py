@@ -12,7 +12,7 @@ from rich.markup import escape
 from verikda import show
 from verikda.call import Call
 from verikda.capture_file import load_call
-from verikda.checks import BY_NAME, named
+from verikda.checks import BY_NAME, CHECKS, named
 from verikda.choose import choose_listed, choose_one
 from verikda.environment import environment
 from verikda.finding import Finding, failure_lines, load_case, message
@@ -22,7 +22,9 @@ from verikda.profiles import PROFILES
 from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_call, verdict_of
 from verikda.search import Search, Settings, Summary
-from verikda.targets import available, resolve
+from verikda.targets import available, made_here, resolve
+from verikda.targets.contracts import DEFAULT, NAMES
+from verikda.targets.function import FunctionTarget
 from verikda.worst import Corpus
 
 PASS, FAIL, NOTHING = 0, 1, 2
@@ -73,6 +75,13 @@ def check_command(
     }
     record.write(opening)
     out.print(f"checking {target.name}: up to {settings.cases} cases, limit {settings.limit:g}", markup=False)
+    if isinstance(target, FunctionTarget) and target.default_contract:
+        out.print(
+            f"it declares no contract, so it is judged under {DEFAULT}: --contract or its attribute verikda_contract "
+            f"names another ({', '.join(NAMES)})",
+            markup=False,
+            soft_wrap=True,
+        )
     started = time.perf_counter()
 
     with show.progress(out, settings.cases, target.name) as step:
@@ -111,6 +120,7 @@ def end_line(summary: Summary) -> dict[str, object]:
         "checks": {name: dict(count) for name, count in summary.checks.items()},
         "worst": {name: {"ratio": r, "case": c.to_dict()} for name, (r, c) in summary.worst.items()},
         "ran": dict(summary.ran),
+        "contracts": {ran: dict(count) for ran, count in summary.contracts.items()},
         "calls": summary.calls,
         "seconds": round(summary.seconds, 1),
         "interrupted": summary.interrupted,
@@ -121,7 +131,8 @@ def report_summary(out: Console, summary: Summary, limit: float) -> int:
     """Print the tables and the closing line; the exit status."""
     show.summary_tables(out, summary, limit)
     for ran, n in summary.ran.most_common(3):
-        out.print(f"ran ({n} cases): {ran}", markup=False)
+        under = ", ".join(f"{name} ({m})" for name, m in summary.contracts[ran].most_common())
+        out.print(f"ran ({n} cases): {ran}; judged under {under}", markup=False, soft_wrap=True)
     total = sum(summary.verdicts.values())
     counts = ", ".join(f"{n} {v}" for v, n in summary.verdicts.most_common())
     stopped = " (interrupted)" if summary.interrupted else ""
@@ -138,11 +149,11 @@ def report_summary(out: Console, summary: Summary, limit: float) -> int:
 def replay_command(file: Path, target_name: str | None, snippet: Path | None, contract: str | None) -> int:
     """Run one stored case, or one captured call, through every check; the exit status."""
     out = show.console()
-    case, call, named_target = None, None, None
+    case, call, named_target, named_check = None, None, None, None
     if file.suffix == ".safetensors":
         call, _ = load_call(file)
     else:
-        case, named_target, _ = load_case(file)
+        case, named_target, named_check = load_case(file)
     name = target_name or named_target
     if name is None:
         what = "a bare case" if case else "a captured call"
@@ -158,7 +169,9 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
 
         write_snippet(snippet, target, call, name)
         out.print(f"wrote {snippet}", markup=False)
-    outcomes, skipped, ctx = run_call(target, call)
+    # a script compares values: beside that, only what the finding says is worth the wait
+    checks = CHECKS if snippet is None else named(tuple({"floor", named_check or "floor"}))
+    outcomes, skipped, ctx = run_call(target, call, checks)
     rows = show.table("check", "verdict", "worst ratio", "says")
     for o in outcomes:
         worst = max(o.ratios.values(), default=None)
@@ -175,7 +188,10 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
         lines = [*failure_lines(target.name, failures), f"  replay: {replay}"]
         out.print("\n".join(lines), markup=False, soft_wrap=True)
     if ctx.ran:
-        out.print(f"ran: {ctx.ran}", markup=False)
+        out.print(f"ran: {ctx.ran}; judged under {ctx.contract.family}", markup=False, soft_wrap=True)
+    if snippet is not None and failures and not any(f.check == "floor" for f in failures):
+        text = f"the script says PASS: it makes one call and judges its values, and {named_check} needs more than that"
+        out.print(text, markup=False, soft_wrap=True)
     verdict = verdict_of(outcomes)
     out.print(f"{show.coloured(verdict)}  {target.name}")
     return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)
@@ -190,7 +206,7 @@ def targets_command() -> int:
     """List the known targets."""
     out = show.console()
     rows = show.table("target", "here", "says")
-    for entry in available():
+    for entry in map(made_here, available()):
         says = entry.description if entry.installed else entry.reason
         rows.add_row(entry.name, "yes" if entry.installed else "no", escape(says))
     rows.add_row("module:function", "yes", "any function with chunk_kda's public signature on torch tensors")

@@ -151,7 +151,10 @@ def check(
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("target", required=False)
 @click.option(
-    "--snippet", type=click.Path(path_type=Path), help="Write a standalone script (NumPy and the target only)."
+    "--snippet",
+    type=click.Path(path_type=Path),
+    help="Write a standalone script (NumPy and the target only) that exits with 1 where values are wrong; of the "
+    "checks, run floor and that of the finding only.",
 )
 @click.option("--contract", help="Judge under this contract instead of the target's.")
 @clear_errors
@@ -183,6 +186,7 @@ def capture(folder: Path, script: Path, arguments: tuple[str, ...], functions: t
 @click.argument("target", required=False)
 @click.option("--kill-matrix", is_flag=True, help="Search every planted fault with each seed.")
 @click.option("--compare", is_flag=True, help="Judge the planted faults with the tests in use today (needs torch).")
+@click.option("--list", "listed", is_flag=True, help="List the planted faults; run nothing.")
 @click.option("--fault", "faults", multiple=True, help="Only this planted fault; may be given several times.")
 @click.option(
     "--where",
@@ -211,6 +215,7 @@ def zoo(
     target: str | None,
     kill_matrix: bool,
     compare: bool,
+    listed: bool,
     faults: tuple[str, ...],
     where: tuple[str, ...],
     seeds: int,
@@ -224,8 +229,12 @@ def zoo(
     TARGET, `verikda` if left out, runs one small case for each kind of fault in the zoo: which of them does it have?
     With --kill-matrix or --compare no target is run but the zoo itself, faults planted in a healthy implementation.
     """
-    from verikda.zoo.command import zoo_command
+    from verikda.zoo.command import list_command, zoo_command
 
+    if listed:
+        if (target, kill_matrix, compare, seeds, jobs, json_path, report) != (None, False, False, 1, 1, None, None):
+            raise ValueError("--list runs nothing and goes with --fault and --where only; leave out the rest")
+        return list_command(faults, where)
     return zoo_command(target, kill_matrix, compare, faults, where, seeds, jobs, json_path, report, findings)
 
 
@@ -361,7 +370,7 @@ def report(
 )
 @clear_errors
 def diff(before: Path, after: Path, factor: float) -> int:
-    """Compare two JSON Lines files of report, check or bench; exit status 1 if something got worse."""
+    """Compare two --json files of report, check or bench; exit status 1 if something got worse."""
     from verikda.report.diff import diff_command
 
     return diff_command(before, after, factor)

@@ -94,7 +94,7 @@ def run_share(target: str, contract: str | None, dtype: str, seed: int, share: i
     for _ in range(cases):
         case = draw_case(rng, space)
         tally.add(run_case(healthy, case, FLOOR))
-        judged_by = judged_by or healthy.contract(make_call(case)).name.rsplit("-c", 1)[0]
+        judged_by = judged_by or healthy.contract(make_call(case)).family
     return {
         "kind": "share", "target": healthy.name, "contract": judged_by, "dtype": dtype, "seed": seed, "share": share,
         "cases": cases, "verdicts": dict(tally.verdicts), "worst": tally.worst, "failures": tally.failures,
@@ -130,9 +130,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Healthy implementations judged on random cases: limit 4, no failure.")
     parser.add_argument("--target", default="emulator", help="emulator, zoo, or any target that is known to be healthy")
     parser.add_argument("--contract", help="judge it under this contract instead of the one it declares")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--cases", type=int, default=SHARE)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the inputs")
+    parser.add_argument("--cases", type=int, default=SHARE, help="how many; by default one share")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, help="append each share to this JSON Lines file")
     parser.add_argument("--table", type=Path, nargs="+", help="print the table of recorded shares, run nothing")

@@ -23,6 +23,7 @@ class CaseReport:
     outcomes : one per check that ran.
     skipped : reason per check that could not run on this case.
     ran : what the target says it ran.
+    contract : what it was judged under, without the chunk size; "" where nothing was told.
     calls : calls of the target.    seconds : wall time, oracle and floor included.
     """
 
@@ -32,6 +33,7 @@ class CaseReport:
     ran: str
     calls: int
     seconds: float
+    contract: str = ""
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -127,4 +129,12 @@ def run_case(
     call = make_call(case, backward=target.capabilities.backward)
     outcomes, skipped, ctx = run_call(target, call, checks, limit, turns)
     told = any(o.verdict in ("pass", "fail") for o in outcomes)
-    return CaseReport(case, outcomes, skipped, ctx.ran if told else "", ctx.runs, time.perf_counter() - started)
+    return CaseReport(
+        case,
+        outcomes,
+        skipped,
+        ctx.ran if told else "",
+        ctx.runs,
+        time.perf_counter() - started,
+        ctx.contract.family if told else "",
+    )

@@ -69,6 +69,8 @@ class Summary:
     verdicts : counts of case verdicts.
     findings : one per new kind of failure.
     refusals : texts with which the target declined, with counts.
+    ran : what the target said it ran, with counts.
+    contracts : what cases were judged under, with counts, for each text of `ran`.
     """
 
     target: str
@@ -81,6 +83,7 @@ class Summary:
     refusals: Counter[str] = field(default_factory=Counter)
     doubts: Counter[str] = field(default_factory=Counter)
     ran: Counter[str] = field(default_factory=Counter)
+    contracts: dict[str, Counter[str]] = field(default_factory=dict)
     calls: int = 0
     seconds: float = 0.0
     interrupted: bool = False
@@ -102,6 +105,7 @@ class Summary:
         self.calls += report.calls
         if report.ran:
             self.ran[report.ran] += 1
+            self.contracts.setdefault(report.ran, Counter())[report.contract] += 1
         for o in report.outcomes:
             self.checks.setdefault(o.check, Counter())[o.verdict] += 1
             if o.verdict == "refused":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -25,15 +26,19 @@ def console() -> Console:
     return out if out.is_terminal else Console(highlight=False, width=140, no_color=True)
 
 
+EVERY = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
 class Step(Protocol):
     def __call__(self, text: str) -> None: ...
 
 
 @contextmanager
 def progress(out: Console, total: int, title: str) -> Iterator[Step]:
-    """A progress bar on a terminal; silence when piped."""
+    """A progress bar on a terminal; elsewhere a line of counts every `EVERY` seconds at most."""
     if not out.is_terminal:
-        yield lambda text: None
+        yield _lines(out, total, title)
         return
     columns = (
         SpinnerColumn(),
@@ -45,6 +50,22 @@ def progress(out: Console, total: int, title: str) -> Iterator[Step]:
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=out, transient=True) as bar:
         task = bar.add_task(title, total=total, note="")
         yield lambda text: bar.update(task, advance=1, note=text)
+
+
+def _lines(out: Console, total: int, title: str) -> Step:
+    """Prints how far it is, so that a log shows that something goes on; nothing for what ends soon."""
+    started = last = time.monotonic()
+    done = 0
+
+    def step(text: str) -> None:
+        nonlocal last, done
+        done += 1
+        now = time.monotonic()
+        if now - last >= EVERY:
+            last = now
+            out.print(f"{title}: {done} of {total} after {now - started:.0f} s", markup=False)
+
+    return step
 
 
 def table(*headers: str) -> Table:

@@ -1,4 +1,7 @@
-"""A standalone script that makes one call and compares it, for a bug report: needs NumPy and the target only."""
+"""A standalone script that makes one call and judges it, for a bug report: needs NumPy and the target only.
+
+It ends with status 1 where an output is further from float64 than the limit allows.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from oracles.problem import Array
-from oracles.recurrence import forward, forward_reverse
-from verikda.call import Call
+from oracles.contract import Contract
+from oracles.problem import Array, Problem
+from oracles.recurrence import forward, forward_reverse, growth, is_stable
+from verikda.blocks import spread
+from verikda.call import Call, Crashed, Malformed, Refused
+from verikda.dtypes import round_to
+from verikda.floor import GROWTH_LIMIT, LIMIT
+from verikda.noise import Floor, OutputNoise
 from verikda.targets.base import Target, TargetError
 
 _TEMPLATE = '''"""Standalone reproducer for {name}, written by verikda {version}. Needs numpy, torch and the target."""
-import base64, importlib, sys, zlib
+import base64, functools, importlib, sys, zlib
 import numpy as np
 import torch
 
@@ -30,10 +38,13 @@ inputs = {{
 {inputs}}}
 gradients = {{
 {gradients}}}
-expected = {{  # float64 token recurrence
+LIMIT = {limit!r}
+# float64 token recurrence; block of each element; noise of each block: summed squares of what an implementation must
+# lose that rounds as "{contract}" does; and 0 for elements that do not count, 2 for those that must be finite
+expected = {{
 {expected}}}
 
-function = getattr(importlib.import_module({module!r}), {attribute!r})
+function = functools.reduce(getattr, {attribute!r}.split("."), importlib.import_module({module!r}))
 leaves = {{name: x.requires_grad_() for name, x in inputs.items() if x.is_floating_point()}}
 answer = function(**inputs, {keywords})
 o, ht = answer if isinstance(answer, tuple) else (answer, None)
@@ -43,16 +54,57 @@ if pairs:
     grads = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), [d for _, d in pairs], allow_unused=True)
     names = {names!r}
     got.update({{"d" + names.get(n, n): x for n, x in zip(leaves, grads)}})
-for name, want in expected.items():
-    if got.get(name) is None:
-        print(f"{{name:8s}} missing")
+print({ran!r})
+wrong = []
+for name, (want, labels, noise, weight) in expected.items():
+    if got.get(name) is None or not want.size:
+        print(f"     {{name}}: {{'missing' if got.get(name) is None else 'empty'}}")
         continue
     have = got[name].detach().to(torch.float64).cpu().numpy().reshape(want.shape)
-    error = np.abs(have - want)
-    at = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), want.shape) if want.size else ()
-    if want.size:
-        print(f"{{name:8s}} worst at {{tuple(map(int, at))}}: expected {{want[at]!r}}, got {{have[at]!r}}")
+    error = np.zeros(want.shape)
+    np.subtract(have, want, out=error, where=(weight > 0) & np.isfinite(have))
+    squares = (error**2).reshape(*labels.shape, -1).sum(-1)
+    squares = np.bincount(labels.astype(int).ravel(), squares.ravel(), minlength=len(noise))
+    ratios = np.zeros(len(noise))
+    with np.errstate(divide="ignore"):  # a block without noise must be exact
+        np.divide(squares, noise, out=ratios, where=squares > 0)
+    block, ratio = int(ratios.argmax()), ratios.max() ** 0.5
+    inside = (labels == block).reshape(labels.shape + (1,) * (want.ndim - labels.ndim))
+    at = np.unravel_index(np.where(inside, np.abs(error), -1.0).argmax(), want.shape)
+    bad = (weight == 2) & ~np.isfinite(have)
+    if bad.any():
+        at, ratio = np.unravel_index(bad.argmax(), want.shape), np.inf
+    if ratio > LIMIT:
+        wrong.append(name)
+    print(f"{{'FAIL' if ratio > LIMIT else 'PASS' if np.isfinite(noise).any() else '    '}} {{name}}: "
+          f"{{have[at]:.9g}} at {{tuple(map(int, at))}}, float64 says {{want[at]:.9g}}; "
+          f"error / noise floor of its block = {{ratio:.3g}}, limit {{LIMIT:g}}")
+if wrong:
+    sys.exit(f"FAIL: {{', '.join(wrong)}}")
+print("PASS")
 '''
+
+
+def _noise(
+    p: Problem, contract: Contract, truth: dict[str, Array], dtypes: dict[str, str], backward: bool
+) -> dict[str, OutputNoise]:
+    """The noise of every output, from as many runs as a failure is confirmed by."""
+    floor = Floor(p, contract, truth, dtypes, backward, 4, 0)
+    while floor.refine():
+        pass
+    floor.find_overflow()
+    return floor.outputs
+
+
+def _weight(noise: OutputNoise) -> Array:
+    """0 where float64 overflows the output's dtype, 2 where the result must be finite, 1 elsewhere."""
+    representable = noise.representable
+    per_element = np.where(np.isfinite(noise.per_element), noise.per_element, np.inf)
+    reach = np.abs(noise.truth) + LIMIT * np.sqrt(per_element)
+    near = np.isinf(round_to(np.where(representable, reach, 0.0), noise.dtype))
+    known = ~(near | spread(~np.isfinite(noise.per_block)[noise.blocks.labels], near.ndim))
+    weight: Array = np.where(representable, np.where(known, 2.0, 1.0), 0.0)
+    return weight
 
 
 def _packed(x: Array) -> str:
@@ -68,6 +120,7 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
         When the target is not a torch function: then there is nothing to call without verikda.
     """
     from verikda import __version__
+    from verikda.targets import BUILT_IN
     from verikda.targets.signature import STATES, argument_arrays
     from verikda.targets.torch_function import TorchFunction
 
@@ -85,9 +138,27 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
         else:
             inputs.append(f"    {target.signature.argument(argument)!r}: {row}")
     truth = forward_reverse(call.problem) if call.backward else forward(call.problem)
-    if call.state_v_first:
-        truth = {n: np.swapaxes(x, -1, -2) if n in STATES else x for n, x in truth.items()}
-    expected = [f"    {n!r}: array({x.shape!r}, {_packed(x)!r}),\n" for n, x in truth.items()]
+    dtypes = call.output_dtypes()
+    try:
+        result = target.run(call)
+    except (Refused, Crashed, Malformed):
+        ran = ""  # the script shows how it ends
+    else:
+        truth, ran = {n: x for n, x in truth.items() if n in result.outputs}, result.ran
+        dtypes |= result.dtypes
+    contract = target.contract(call)
+    stable = is_stable(call.problem) or growth(call.problem) <= GROWTH_LIMIT
+    expected = []
+    for n, noise in _noise(call.problem, contract, truth, dtypes, call.backward).items():
+        x, weight = truth[n], _weight(noise)
+        if call.state_v_first and n in STATES:
+            x, weight = np.swapaxes(x, -1, -2), np.swapaxes(weight, -1, -2)
+        known = stable & np.isfinite(noise.per_block)
+        parts = (x, noise.blocks.labels.astype(np.float64), np.where(known, noise.per_block, np.inf), weight)
+        expected.append(f"    {n!r}: ({', '.join(f'array({y.shape!r}, {_packed(y)!r})' for y in parts)}),\n")
+    module, _, attribute = name.partition(":")
+    if not attribute or name in BUILT_IN:
+        module, attribute = target.function.__module__, target.function.__qualname__
     path.write_text(
         _TEMPLATE.format(
             name=name,
@@ -96,10 +167,13 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
             inputs="".join(inputs),
             gradients="".join(gradients),
             expected="".join(expected),
-            module=target.function.__module__,
-            attribute=target.function.__qualname__,
+            module=module,
+            attribute=attribute,
             keywords=", ".join(f"{k}={v!r}" for k, v in keywords.items()),
             names=inverse,
+            limit=LIMIT,
+            contract=contract.name,
+            ran=f"{name}: {ran}" if ran else name,
         ),
         encoding="utf-8",
     )

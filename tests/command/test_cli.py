@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from verikda import targets
 from verikda.case import Case
 from verikda.cli import main
 from verikda.finding import load_case
+from verikda.targets import TargetError, resolve
 from verikda.zoo.faults import forget
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +114,14 @@ def test_targets_and_doctor() -> None:
     assert listed.exit_code == 0
     for name in ("verikda", "emulator", "zoo", "transformers", "module:function"):
         assert any(line.split()[:1] == [name] for line in listed.stdout.splitlines())
+    for name in targets.BUILT_IN:
+        (line,) = (line for line in listed.stdout.splitlines() if line.split()[:1] == [name])
+        try:
+            resolve(name)
+        except TargetError:
+            assert line.split()[1] == "no"
+        else:
+            assert line.split()[1] == "yes"
     healthy = verikda("doctor")
     assert healthy.exit_code == 0
     assert "GPU" in healthy.stdout
@@ -170,10 +180,34 @@ def test_a_function_of_the_current_folder_and_its_standalone_script() -> None:
     assert bad.returncode == 1, bad.stdout + bad.stderr
     assert "FAIL  toy:too_large" in bad.stdout
     script = process("show.py", module=False)
+    assert script.returncode == 1, script.stdout + script.stderr
+    assert "FAIL o: " in script.stdout
+    assert "FAIL: o" in script.stderr
+    healthy = process("replay", "case.json", "toy:chunk_kda", "--snippet", "show.py")
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+    script = process("show.py", module=False)
     assert script.returncode == 0, script.stderr
-    line = next(text for text in script.stdout.splitlines() if text.split()[0] == "o")
-    expected, got = (float(part.split()[-1].removeprefix("np.float64(").rstrip("),")) for part in line.split(", got"))
-    assert got == pytest.approx(1.25 * expected, rel=0.02)
+    assert script.stdout.endswith("\nPASS\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "title", "total"),
+    [
+        (("check", "zoo", *QUICK), "zoo:NONE", 4),
+        (("check", "zoo", *QUICK, "--jobs", 2), "zoo:NONE", 4),
+        (("zoo", "zoo", "--fault", "DV_OFF", "--fault", "DG_OFF"), "zoo:NONE", 2),
+    ],
+)
+def test_a_pipe_is_told_how_far_it_is(
+    words: tuple[object, ...], title: str, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def progress() -> list[str]:
+        lines = verikda(*words).stdout.splitlines()
+        return [line.partition(" after ")[0] for line in lines if line.endswith(" s") and " after " in line]
+
+    assert not progress()  # it ends soon
+    monkeypatch.setattr("verikda.show.EVERY", 0.0)
+    assert progress() == [f"{title}: {i + 1} of {total}" for i in range(total)]
 
 
 def test_ctrl_c_before_the_first_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,3 +252,52 @@ def test_brackets_of_an_extra_reach_the_reader(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "PROBES", probes)
     result = CliRunner().invoke(main, ["doctor"])
     assert "verikda[cuda13]" in result.output
+
+
+DECLARED = """
+from toy_kda import chunk_kda as healthy
+
+
+def plain(q, k, v, g, beta):
+    return healthy(q, k, v, g, beta)[0]
+
+
+def declares(q, k, v, g, beta):
+    return healthy(q, k, v, g, beta)[0]
+
+
+declares.verikda_contract = "float32"
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "judged", "default"),
+    [
+        ("own:plain", (), {"storage-bfloat16", "storage-float16", "float32"}, True),
+        ("own:plain", ("--contract", "recurrent32"), {"float32-recurrent"}, False),
+        ("own:declares", (), {"float32"}, False),
+        ("zoo", (), {"storage-bfloat16", "storage-float16", "float32"}, False),
+    ],
+)
+def test_what_a_target_is_judged_under_is_said(
+    target: str, options: tuple[str, ...], judged: set[str], default: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target != "zoo":
+        pytest.importorskip("torch", reason="the function takes torch tensors")
+    monkeypatch.syspath_prepend(ROOT / "tests/targets")
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("own.py").write_text(DECLARED)
+    sys.modules.pop("own", None)
+    result = verikda("check", target, "--cases", 12, "--checks", "floor", "--summary", "sum.jsonl", *options)
+    assert result.exit_code == 0, result.output
+    (ran,) = (line for line in result.stdout.splitlines() if line.startswith("ran ("))
+    said = ran.partition("; judged under ")[2]
+    assert {part.split(" (")[0] for part in said.split(", ")} == judged
+    assert ("declares no contract, so it is judged under storage16" in result.stdout) == default
+    (line,) = strict(Path("sum.jsonl"))
+    (counts,) = line["contracts"].values()
+    assert set(counts) == judged
+    assert sum(counts.values()) == 12
+    Path("case.json").write_text(CASE.to_json())
+    again = verikda("replay", "case.json", target, *options)
+    assert any(f"; judged under {name}\n" in again.stdout for name in judged)

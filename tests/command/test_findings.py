@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from verikda.case import Case
+from verikda.checks import named
 from verikda.checks.base import Failure, Outcome
 from verikda.finding import Finding, hex_of, load_case, message
+from verikda.inputs import make_call
 from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_case
+from verikda.snippet import write_snippet
 from verikda.targets import resolve
 from verikda.worst import Corpus
 from verikda.zoo.faults import Fault, forget
@@ -120,26 +126,71 @@ def test_loading_a_case_runs_no_code(tmp_path: Path) -> None:
     assert (case, target) == (CASE, "os:system")  # named, neither imported nor called
 
 
-def test_a_standalone_script_shows_the_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CHANGED = """
+import functools
+import torch
+import toy_kda
+
+
+def changed(f):
+    @functools.wraps(toy_kda.chunk_kda)
+    def chunk_kda(*given, **named):
+        return f(*toy_kda.chunk_kda(*given, **named))
+    return chunk_kda
+
+
+def steep(o, ht):
+    o = o.clone()
+    if o.requires_grad:
+        o.register_hook(lambda d: 1.25 * d)
+    return o, ht
+
+
+def crash(o, ht):
+    raise RuntimeError("no such kernel")
+
+
+healthy = changed(lambda o, ht: (o, ht))
+large = changed(lambda o, ht: (o * 1.25, ht))
+state = changed(lambda o, ht: (o, ht + 0.1))
+nan = changed(lambda o, ht: (torch.where(o > 0, torch.nan, o), ht))
+gradients = changed(steep)
+crashes = changed(crash)
+"""
+
+
+@pytest.mark.parametrize("name", ["healthy", "large", "state", "nan", "gradients", "crashes"])
+def test_a_standalone_script_judges_as_the_floor_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch", reason="the script calls a torch function")
-    import subprocess
-    import sys
-
-    from verikda.inputs import make_call
-    from verikda.snippet import write_snippet
-
     toy = Path(__file__).parents[1] / "targets"
     monkeypatch.syspath_prepend(toy)
-    target = resolve("toy_kda:chunk_kda")
-    case = Case(lengths=(6,), K=3, V=2, h0="random", dht=True, gate_in_kernel=True, A_log=True, state_v_first=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "changed_kda.py").write_text(CHANGED)
+    sys.modules.pop("changed_kda", None)
+    target = resolve(f"changed_kda:{name}")
+    case = Case(lengths=(6, 9), packed=True, K=3, V=2, h0="random", dht=True, gate_in_kernel=True, A_log=True,
+                state_v_first=True)  # fmt: skip
     script = tmp_path / "show.py"
-    write_snippet(script, target, make_call(case), "toy_kda:chunk_kda")
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=toy, check=False)
-    assert run.returncode == 0, run.stderr
-    for name in ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log"):
-        line = next(text for text in run.stdout.splitlines() if text.split()[0] == name)
-        expected, got = (float(part.split()[-1].strip("np.float64(),")) for part in line.split(", got"))
-        assert abs(expected - got) <= 1e-5 * max(1.0, abs(expected))
+    write_snippet(script, target, make_call(case), f"changed_kda:{name}")
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={**os.environ, "PYTHONPATH": str(toy)},
+    )  # fmt: skip
+    floor = run_case(target, case, named(("floor",)))
+    assert run.returncode == (floor.verdict == "fail") == (name != "healthy"), run.stdout + run.stderr
+    if name == "crashes":
+        assert run.stderr.endswith("RuntimeError: no such kernel\n")
+        return
+    judged = {line.split()[1].rstrip(":"): line for line in run.stdout.splitlines() if line[4:5] == " " and ":" in line}
+    ratios = floor.outcomes[0].ratios
+    assert set(ratios) <= set(judged)
+    for output, line in judged.items():
+        assert line.startswith("FAIL" if output in {f.output for f in floor.failures} else "PASS")
+        ratio = float(line.partition("block = ")[2].partition(",")[0])
+        assert ratio == pytest.approx(ratios[output], rel=0.5)  # here by more runs
+    assert "np.float" not in run.stdout
 
 
 def test_replay_of_a_finding_fails_on_the_faulty_target_and_passes_on_the_healthy_one() -> None:

@@ -7,7 +7,9 @@ The table "Corrections" in oracles/EQUATIONS.md and the items here must be the s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,13 @@ def scene(shape: str, **changes: Any) -> list[SimpleNamespace]:
     for part, after in pairwise(parts):
         part.next = after
     return parts
+
+
+def scenes(zero_gates: bool) -> Iterator[tuple[str, SimpleNamespace]]:
+    """The chunks of every shape, with its name."""
+    for shape, (T, _, K, _) in SHAPES.items():
+        for s in scene(shape, **({"g": np.zeros((T, K))} if zero_gates else {})):
+            yield shape, s
 
 
 def gradient(node: str, of: str = "") -> Part:
@@ -186,14 +195,11 @@ def usable(name: str, s: SimpleNamespace) -> bool:
     return name != "kda-dS" or hasattr(s, "next")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SLIPS)
-def test_correction(name: str, shape: str) -> None:
+def test_correction(name: str) -> None:
     _, _, printed, corrected, truth = SLIPS[name]
-    T, _, K, _ = SHAPES[shape]
     with mpmath.workdps(eq.DIGITS):
-        changes = {"g": np.zeros((T, K))} if name.startswith("deltanet") else {}
-        for s in scene(shape, **changes):
+        for shape, s in scenes(zero_gates=name.startswith("deltanet")):
             if not usable(name, s):
                 continue
             expected = truth(s)
@@ -229,4 +235,14 @@ def test_table_and_items_are_the_same() -> None:
     text = (Path(oracles.__file__).parent / "EQUATIONS.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `(.*)` \| `(.*)` \| `test_corrections\.py::(.*)` \|$", text, re.MULTILINE)
     items = [(printed, holds, f"test_correction[{name}]") for name, (printed, holds, *_) in SLIPS.items()]
+    assert len(re.findall(r"test_corrections\.py::", text)) == len(table)
     assert table == [*items, (*INVERSE_BETA, "test_correction_inverse_beta")]
+
+
+def test_every_test_that_the_equations_name_can_be_run() -> None:
+    text = (Path(oracles.__file__).parent / "EQUATIONS.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+\.py::[^`]+)`", text))
+    assert len(named) > 50
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", *sorted({n.partition("::")[0] for n in named})]
+    found = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent, check=True).stdout
+    assert not named - {line.rpartition("/")[2] for line in found.splitlines()}

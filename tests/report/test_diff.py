@@ -160,6 +160,11 @@ def test_what_only_one_file_has_is_counted(tmp_path: Path) -> None:
     ("after", "words", "says"),
     [
         (RUN, (), "have no measurement in common"),
+        (
+            [{"schema": 1, "kind": "summary", "target": "toy"}],
+            (),
+            " and 0 numbers); compare --json files of the same",
+        ),
         (lines(), ("--factor", "1"), "--factor is 1, it must be above 1"),
         (lines(), ("--factor", "nan"), "not a finite number"),
     ],

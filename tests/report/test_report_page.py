@@ -240,7 +240,7 @@ def test_the_command_renders_earlier_files(tmp_path: Path) -> None:
     )
     assert out.exit_code == 1, out.output  # a case failed
     assert "123" in out.stdout
-    assert "The safe gate's local anchors are stable and lose nothing: holds" in out.stdout
+    assert "The safe gate's local anchors are stable and lose nothing\": holds" in out.stdout
     assert Reader((tmp_path / "a/p.html").read_text()).text["verdicts"]
     good = [x for x in lines() if x.get("verdict") != "fail"]
     assert CliRunner().invoke(main, ["report", "--from", str(write(path, good))]).exit_code == 0

@@ -98,6 +98,8 @@ def test_ctrl_c_keeps_every_finished_line(after: int, tmp_path: Path, monkeypatc
     if after:  # what was measured passed
         assert result.exit_code == 0
         assert "cut short" in result.output
+        assert "Not reached: 4 of 4 claims of reading notes.\n" in result.output
+        assert "not run" not in result.output
         assert "cut short" in page.read_text()
     else:
         assert (result.exit_code, result.stderr) == (2, "verikda: interrupted before there was anything to tell\n")

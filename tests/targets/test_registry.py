@@ -87,8 +87,8 @@ def test_without_torch(monkeypatch, name):
 
 def test_without_transformers(monkeypatch):
     pytest.importorskip("torch", reason="needs PyTorch, so that transformers is the only thing missing")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "transformers.models.kimi_linear", raising=False)
+    for name in ("transformers", "transformers.models.kimi_linear"):  # another test may have imported it
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TargetError, match=r"cannot be imported .*: pip install 'verikda\[peers\]'"):
         resolve("transformers")
 
@@ -168,3 +168,14 @@ def test_the_emulator_answers(dtype, tolerance):
     assert result.dtypes["o"] == result.dtypes["dq"] == dtype
     assert result.dtypes["dh0"] == result.dtypes["dg"] == "float32"
     assert set(resolve("emulator").run(calls.make(backward=False)).outputs) == {"o", "ht"}
+
+
+def test_a_target_that_cannot_be_made_is_not_here(registered):
+    def broken():
+        raise RuntimeError("no driver")
+
+    registered("mine", broken)
+    line = targets.made_here({line.name: line for line in available()}["mine"])
+    assert not line.installed
+    assert line.reason == "target mine: loading pkg.mod:thing failed: RuntimeError: no driver"
+    assert targets.made_here({line.name: line for line in available()}["emulator"]).installed

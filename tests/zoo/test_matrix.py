@@ -145,3 +145,20 @@ def test_a_record_of_another_search_is_refused(tmp_path: Path) -> None:
     assert "name a new file" in result.output
     record.write_text("[1]\n")
     assert "is no record of the zoo" in run("--fault", "DQ_OFF", "--json", str(record)).output
+
+
+def test_the_list_names_every_fault_and_a_wrong_name_leads_to_it() -> None:
+    def zoo(*words: str) -> Any:
+        return CliRunner().invoke(main, ["zoo", *words])
+
+    listed = zoo("--list")
+    assert listed.exit_code == 0
+    assert {line.split()[0] for line in listed.stdout.splitlines() if line.split()} >= set(SPECIMENS)
+    only = zoo("--list", "--where", "boundary").stdout
+    assert all((f" {n} " in only) == (s.where == "boundary") for n, s in SPECIMENS.items())
+    for words in (("zoo:nothing_like_it",), ("--kill-matrix",), ("--compare",), ("--jobs", "2"), ("--json", "x.jsonl")):
+        assert zoo("--list", *words).exit_code == 2
+    for words in (["check", "zoo:nothing_like_it"], ["zoo", "--fault", "nothing_like_it"]):
+        wrong = CliRunner().invoke(main, words)
+        assert wrong.exit_code == 2
+        assert "; `verikda zoo --list` lists all" in wrong.stderr

@@ -194,8 +194,8 @@ def diff_command(before: Path, after: Path, factor: float) -> int:
     common = a.keys() & b.keys()
     if not common:
         raise ValueError(
-            f"{before} and {after} have no measurement in common ({len(a)} and {len(b)} numbers); "
-            "compare runs of the same targets on the same grid or cases"
+            f"{before} and {after} have no measurement in common ({len(a)} and {len(b)} numbers); compare --json files "
+            "of the same targets on the same grid or cases"
         )
     first, second = (devices(x) for x in lines)
     changes = compare(a, b, factor, first == second)

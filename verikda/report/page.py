@@ -207,8 +207,14 @@ def terminal(out: Console, page: Page) -> None:
             texts[2] = show.coloured(row[2].text)
             rows.add_row(*texts)
         out.print(rows)
-    for claim in page.claims:
-        out.print(f"{claim.title}: {claim.verdict}", markup=False)
+    told = [claim for claim in page.claims if claim.verdict != NOT_RUN or claim.says]
+    if told:
+        out.print("What reading notes on such kernels claim, measured:")
+    for claim in told:
+        why = f". {claim.says[0]}" if claim.verdict == NOT_RUN else ""
+        out.print(f'  "{claim.title}": {claim.verdict}{why}', markup=False, soft_wrap=True)
+    if len(told) < len(page.claims):
+        out.print(f"Not reached: {len(page.claims) - len(told)} of {len(page.claims)} claims of reading notes.")
     if page.cut_short:
         out.print("A run was cut short; what it had is shown.")
     out.print(page.summary, markup=False)

@@ -10,13 +10,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from verikda.targets.base import Target, TargetError
 from verikda.targets.contracts import Declared, contract_by_name
 
-__all__ = ["Available", "Target", "TargetError", "available", "contract_by_name", "resolve"]
+__all__ = ["Available", "Target", "TargetError", "available", "contract_by_name", "made_here", "resolve"]
 
 GROUP = "verikda.targets"
 
@@ -158,6 +158,20 @@ def available() -> list[Available]:
             where = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
             lines.append(Available(point.name, f"{point.value}, registered by {where}", True))
     return lines
+
+
+def made_here(line: Available) -> Available:
+    """The line after its target has been made: not installed, with the reason, where that fails.
+
+    That its modules are there says little: they may need a GPU. Making it imports them, which takes seconds.
+    """
+    if not line.installed:
+        return line
+    try:
+        resolve(line.name)
+    except Exception as error:  # one broken library must not hide the other lines
+        return replace(line, installed=False, reason=str(error) or type(error).__name__)
+    return line
 
 
 def resolve(name: str, *, contract: Declared | None = None, device: str | None = None) -> Target:

@@ -21,6 +21,10 @@ bits, or the 11 significant ones of TF32. That is `operands16`. In bfloat16 rows
 that is rounded, so `storage16` names every site of such a kernel; in float16 it does not."""
 
 
+DEFAULT = "storage16"
+"""What a function that declares nothing is judged under."""
+
+
 def contract_by_name(name: str, dtype: str, chunk: int) -> Contract:
     """The contract called `name` for inputs of `dtype` and a chunk size.
 

@@ -53,8 +53,7 @@ class Emulator:
             When the problem has no meaning.
         """
         contract = self.contract(call)
-        dtypes = {"o": call.dtypes["q"], "ht": "float32"}
-        dtypes |= {f"d{n}": d for n, d in call.dtypes.items() if n not in ("do", "dht", "cu_seqlens")}
+        dtypes = call.output_dtypes()
         trace = emulate(call.problem, contract, Nearest(), backward=call.backward, output_dtypes=dtypes)
         return Result(
             outputs=dict(trace.outputs),

@@ -8,7 +8,7 @@ from typing import Any
 from oracles.contract import Contract
 from verikda.call import Call, Capabilities
 from verikda.targets import signature as sig
-from verikda.targets.contracts import Declared, check_declared, contract_of
+from verikda.targets.contracts import DEFAULT, Declared, check_declared, contract_of
 
 
 class FunctionTarget:
@@ -21,6 +21,10 @@ class FunctionTarget:
     signature : of the function, as `signature.read` found it.
     capabilities : None derives them from the signature, then applies the function's own `verikda_capabilities`.
     contract : None takes the function's own `verikda_contract`, else 16-bit storage for 16-bit inputs.
+
+    Attributes
+    ----------
+    default_contract : whether nothing is declared, so that it is judged under `contracts.DEFAULT`.
 
     Raises
     ------
@@ -40,7 +44,8 @@ class FunctionTarget:
         self.signature = signature
         self._name = name
         self._capabilities = capabilities or sig.declared_capabilities(function, signature)
-        self._contract = check_declared(contract or getattr(function, "verikda_contract", "storage16"), name)
+        self.default_contract = not contract and not hasattr(function, "verikda_contract")
+        self._contract = check_declared(contract or getattr(function, "verikda_contract", DEFAULT), name)
 
     @property
     def name(self) -> str:

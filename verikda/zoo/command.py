@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from verikda import show
 from verikda.environment import environment
 from verikda.record import Record, check_outputs
@@ -28,6 +30,18 @@ def chosen(names: Iterable[str], where: Iterable[str] = NUMPY) -> list[str]:
         For a name that the zoo does not have.
     """
     return [specimen(name).name for name in names] or [n for n, s in SPECIMENS.items() if s.where in where]
+
+
+def list_command(names: Iterable[str], where: Iterable[str]) -> int:
+    """Print the specimens asked for, or all."""
+    out = show.console()
+    rows = show.table("fault", "planted in", "place", "says")
+    for name in chosen(names, tuple(where) or ("python", "boundary", "cuda")):
+        s = SPECIMENS[name]
+        rows.add_row(name, s.where, s.place, escape(s.what))
+    out.print(rows)
+    out.print("zoo:FAULT is a target for each that is planted in python or at the boundary.", markup=False)
+    return PASS
 
 
 def kill_matrix(wanted: list[str], seeds: int, jobs: int, json_path: Path | None, markdown: Path | None) -> int:

@@ -83,6 +83,6 @@ def specimen(name: str) -> Specimen:
     found = SPECIMENS.get(name.upper())
     if found is None:
         near = get_close_matches(name.upper(), SPECIMENS, 3)
-        hint = f"did you mean {', '.join(near)}?" if near else "verikda zoo --kill-matrix runs them all."
+        hint = f"did you mean {', '.join(near)}?" if near else "`verikda zoo --list` lists all"
         raise ValueError(f"the zoo has no fault {name!r}; {hint}")
     return found

@@ -49,6 +49,6 @@ def zoo_target(name: str) -> ZooTarget:
     fault = name.removeprefix("zoo").removeprefix(":") or "NONE"
     if fault.upper() not in Fault.__members__:
         near = get_close_matches(fault.upper(), Fault.__members__, 3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ";"
-        raise TargetError(f"the zoo has no fault {fault!r}{hint} verikda.zoo.faults.Fault lists all")
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise TargetError(f"the zoo has no fault {fault!r}{hint or '; `verikda zoo --list` lists all'}")
     return ZooTarget(Fault[fault.upper()])
