@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from verikda import interrupts
 from verikda.finding import load_case
 from verikda.interrupts import SAME, held, on_stop
 
@@ -183,28 +184,51 @@ def test_a_search_whose_master_is_killed_ends() -> None:
     assert (result.status, result.stderr) == (-signal.SIGKILL, "")
 
 
+class Clock:
+    """Time for `verikda.interrupts` that passes only when told to, whatever else the machine is doing."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """A clock, no signal heard so far, and signals as at a terminal: tests in the background ignore SIGINT."""
+    made = Clock()
+    monkeypatch.setattr(interrupts, "time", made)
+    monkeypatch.setattr(interrupts, "_state", interrupts._State())
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield made
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @SIGNALS
-def test_the_second_signal_of_a_pair_changes_nothing(number: signal.Signals) -> None:
+def test_the_second_signal_of_a_pair_changes_nothing(number: signal.Signals, clock: Clock) -> None:
     before, asked = signal.getsignal(number), []
-    time.sleep(SAME)
     with on_stop(lambda: asked.append(1)):
         signal.raise_signal(number)
+        clock.now += 0.99 * SAME
         signal.raise_signal(number)
         assert len(asked) == 1
-        time.sleep(SAME)
+        clock.now += 0.02 * SAME
         signal.raise_signal(number)
         assert len(asked) == 2
     assert signal.getsignal(number) is before
 
 
-def test_what_is_held_is_stopped_at_its_end() -> None:
-    time.sleep(SAME)
+@SIGNALS
+def test_what_is_held_is_stopped_at_its_end(number: signal.Signals, clock: Clock) -> None:
     done = []
 
     def work() -> None:
         with on_stop(), held():
             with held():
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
                 done.append("inner")
             done.append("outer")
 
@@ -213,13 +237,13 @@ def test_what_is_held_is_stopped_at_its_end() -> None:
     assert done == ["inner", "outer"]
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with on_stop():
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+@SIGNALS
+@pytest.mark.usefixtures("clock")
+def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    with on_stop():
+        signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_another_thread_changes_nothing() -> None:
