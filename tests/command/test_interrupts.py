@@ -142,6 +142,7 @@ def test_check_keeps_what_was_found_and_closes_its_record(
 OTHERS = {
     "report": ("point", ("verikda", "report", "emulator", "--json", "run.jsonl"), "cut short"),
     "zoo": ("kill", ("verikda", "zoo", "--kill-matrix", "--json", "run.jsonl"), "the same command goes on from here"),
+    "compare": ("rival", ("verikda", "zoo", "--compare", "--json", "run.jsonl"), "the same command goes on from here"),
     "probe": ("frontier", ("verikda", "probe", "emulator", "--json", "run.jsonl"), "drift, pool (interrupted)"),
     "false_alarm": ("share", ("verikda.false_alarm", "--cases", "90000", "--json", "run.jsonl"), "of 360 shares"),
 }
@@ -151,11 +152,40 @@ OTHERS = {
 @SOME
 def test_other_commands_end_as_well(name: str, number: signal.Signals, group: bool) -> None:
     kind, words, says = OTHERS[name]
-    run = stopped(kind, number, group, *words, *(() if name == "probe" else ("--jobs", "2")))
+    run = stopped(kind, number, group, *words, *(() if name in ("probe", "compare") else ("--jobs", "2")))
     assert (run.status, run.stderr) == (0, "")
     assert says in run.stdout
     if name in ("report", "probe"):
         assert (run.lines[-1]["kind"], run.lines[-1]["interrupted"]) == ("end", True)
+
+
+@SIGNALS
+def test_a_comparison_that_has_judged_nothing_shows_no_table(number: signal.Signals) -> None:
+    run = stopped("zoo", number, False, *OTHERS["compare"][1], "--fault", "DV_OFF")
+    assert (run.status, run.stdout.count("\n")) == (2, 1)
+    assert "interrupted before there was anything to tell" in run.stderr
+
+
+def test_python_gets_its_turn_within_the_reverse_of_a_naive_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one call into torch that takes seconds, and a signal is heard between steps of Python only."""
+    torch = pytest.importorskip("torch")
+    from verikda.zoo.naive import naive
+    from verikda.zoo.trials import TRIALS, make_call
+
+    plain, turns = torch.autograd.grad, []
+
+    def grad(*arguments: Any) -> Any:
+        before = sys.getprofile()
+        ours = naive.__code__.co_filename
+        sys.setprofile(lambda frame, *_: turns.append(frame) if frame.f_code.co_filename == ours else None)
+        try:
+            return plain(*arguments)
+        finally:
+            sys.setprofile(before)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    naive(make_call(TRIALS[0]).problem, "float32")
+    assert len(turns) >= sum(TRIALS[0].lengths)
 
 
 @pytest.mark.parametrize("name", ["check", "report"])
