@@ -203,10 +203,13 @@ def verikda_check() -> Callable[..., None]:
     """`verikda_check(target, case, checks=None)`: run a case through checks; a failure fails the test.
 
     `target` is a name or a Target, `checks` a sequence of names (all of them when None). An inconclusive or refused
-    case fails too: a test that cannot tell is no test.
+    case fails too: a test that cannot tell is no test. Within Hypothesis' `given` such a case is rejected instead, so
+    it counts for nothing, and Hypothesis fails the test when it finds no others; its statistics say why.
     """
 
     def run(target: Target | str, case: Case, checks: tuple[str, ...] | None = None) -> None:
+        import hypothesis
+
         from verikda.checks import CHECKS, named
         from verikda.finding import message
         from verikda.run_case import run_case
@@ -221,6 +224,9 @@ def verikda_check() -> Callable[..., None]:
             )
         if report.verdict != "pass":
             details = "; ".join(f"{o.check}: {o.detail}" for o in report.outcomes if o.verdict != "pass")
+            if hypothesis.currently_in_test_context():
+                hypothesis.event(f"{report.verdict}: {details}")
+                hypothesis.reject()
             pytest.fail(f"{chosen.name}: {report.verdict}: {details}", pytrace=False)
 
     return run
