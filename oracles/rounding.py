@@ -91,7 +91,8 @@ def _round_bits(x: Floats, dtype: str) -> Floats:
         tiny = size < 2.0**least
         if tiny.any():  # subnormal: fixed spacing, every scaling here is exact
             q = x.dtype.type(2.0 ** (least - bits))
-            np.copyto(y, np.copysign(np.rint(x / q) * q, x), where=tiny)
+            with np.errstate(over="ignore", invalid="ignore"):  # of elements that are not tiny: not taken
+                np.copyto(y, np.copysign(np.rint(x / q) * q, x), where=tiny)
     if not size.max(initial=0.0) < largest:
         with np.errstate(invalid="ignore"):
             np.copyto(y, np.copysign(x.dtype.type(np.inf), x), where=np.abs(y) > largest)

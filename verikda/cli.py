@@ -64,12 +64,19 @@ def clear_errors(command: Callable[..., int]) -> Callable[..., None]:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="verikda")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Is a KDA or DeltaNet kernel right, how precise is it, how fast is it?
 
     Ctrl-C and SIGTERM (which timeout and job schedulers send) end a command early: what it has found is kept, its
     files are closed, and its exit status is that of what it has found.
+
+    NumPy and torch take one thread unless OMP_NUM_THREADS says otherwise; --jobs uses more cores.
     """
+    if context.invoked_subcommand != "capture":  # that one runs the user's own script
+        from verikda.threads import one_thread
+
+        one_thread()
 
 
 @main.command()

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import FrameType
 
+from verikda.threads import one_thread
+
 SAME = 1.0
 """Seconds in which a second signal is part of the first request: `timeout` signals its command, then the group."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -95,10 +97,11 @@ def held() -> Iterator[None]:
 
 
 class Worker(SpawnProcess):
-    """A process that ignores SIGINT from its first moment on, before it has imported anything; SIGTERM ends it."""
+    """A process on one thread that ignores SIGINT from its first moment on, before any import; SIGTERM ends it."""
 
     def start(self) -> None:
         """Start it, in the main thread."""
+        one_thread()
         with held():  # a process that has been started is known to those who end it
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new process goes on ignoring what is ignored
             try:
@@ -122,7 +125,6 @@ def processes(jobs: int, initializer: Callable[[], None] | None = None) -> Itera
     jobs : how many.
     initializer : runs first in each of them.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
     with ProcessPoolExecutor(jobs, mp_context=Workers(), initializer=initializer) as pool:
         try:
             yield pool

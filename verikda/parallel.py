@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -75,7 +74,6 @@ def search_all(
     workers: dict[Connection, Worker] = {}
     checks = tuple(c.name for c in settings.checks)
     light = replace(settings, checks=())  # checks hold functions; their names travel instead
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process imports NumPy: set before it is started
 
     def stop() -> None:
         for process in workers.values():

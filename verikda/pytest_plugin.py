@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from verikda.threads import torch_on_one_thread
+
 if TYPE_CHECKING:
     from verikda.case import Case
     from verikda.search import Settings, Summary
@@ -86,7 +88,8 @@ class PoolItem(pytest.Item):
         target, settings = _plan(self.config)
         if not target.capabilities.initial_state:
             pytest.skip("the target takes no initial state")
-        report = run_pool(target, seed=settings.seed, examples=max(1, settings.cases // _CASES_PER_POOL))
+        with torch_on_one_thread():
+            report = run_pool(target, seed=settings.seed, examples=max(1, settings.cases // _CASES_PER_POOL))
         if report.verdict == "fail":
             raise CheckError([] if report.finding is None else [report.finding], report.message)
         if report.verdict != "pass":
@@ -130,7 +133,9 @@ def _summary(config: pytest.Config) -> Summary:
     if _SUMMARY not in config.stash:
         from verikda.search import Search
 
-        config.stash[_SUMMARY] = Search(*_plan(config)).run()
+        search = Search(*_plan(config))
+        with torch_on_one_thread():
+            config.stash[_SUMMARY] = search.run()
     return config.stash[_SUMMARY]
 
 
@@ -198,23 +203,30 @@ def verikda_check() -> Callable[..., None]:
     """`verikda_check(target, case, checks=None)`: run a case through checks; a failure fails the test.
 
     `target` is a name or a Target, `checks` a sequence of names (all of them when None). An inconclusive or refused
-    case fails too: a test that cannot tell is no test.
+    case fails too: a test that cannot tell is no test. Within Hypothesis' `given` such a case is rejected instead, so
+    it counts for nothing, and Hypothesis fails the test when it finds no others; its statistics say why.
     """
 
     def run(target: Target | str, case: Case, checks: tuple[str, ...] | None = None) -> None:
+        import hypothesis
+
         from verikda.checks import CHECKS, named
         from verikda.finding import message
         from verikda.run_case import run_case
         from verikda.targets import resolve
 
         chosen = resolve(target) if isinstance(target, str) else target
-        report = run_case(chosen, case, CHECKS if checks is None else named(tuple(checks)))
+        with torch_on_one_thread():
+            report = run_case(chosen, case, CHECKS if checks is None else named(tuple(checks)))
         if report.verdict == "fail":
             pytest.fail(
                 message(chosen.name, report.failures, case, f"Case.from_json({case.to_json()!r})"), pytrace=False
             )
         if report.verdict != "pass":
             details = "; ".join(f"{o.check}: {o.detail}" for o in report.outcomes if o.verdict != "pass")
+            if hypothesis.currently_in_test_context():
+                hypothesis.event(f"{report.verdict}: {details}")
+                hypothesis.reject()
             pytest.fail(f"{chosen.name}: {report.verdict}: {details}", pytrace=False)
 
     return run

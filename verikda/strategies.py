@@ -4,12 +4,13 @@ Only knobs and one seed are drawn, never elements of arrays: a search over knobs
 in about a hundred cases where a search over elements needs four hundred or never gets there. Every case
 is valid by construction. In your own tests::
 
-    from hypothesis import given
+    from hypothesis import given, settings
     from verikda.strategies import cases
 
-    @given(cases(dtype="bfloat16", gate_regime=["bound", "spike"], max_tokens=80))
-    def test_mine(case):
-        call = verikda.inputs.make_call(case)
+    @settings(deadline=None)
+    @given(cases("mypackage.ops:chunk_kda", dtype="bfloat16", gate_regime=["bound", "spike"], max_tokens=80))
+    def test_mine(verikda_check, case):
+        verikda_check("mypackage.ops:chunk_kda", case)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
@@ -29,11 +30,14 @@ from verikda.call import Capabilities
 from verikda.case import Case
 from verikda.knobs import Limits
 
+if TYPE_CHECKING:
+    from verikda.targets.base import Target
+
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 def cases(
-    capabilities: Capabilities | None = None,
+    target: str | Target | Capabilities | None = None,
     *,
     max_tokens: int = 160,
     max_channels: int = 64,
@@ -43,11 +47,12 @@ def cases(
     overrides: bool | tuple[tuple[str, int, float], ...] = True,
     **fixed: Any,
 ) -> st.SearchStrategy[Case]:
-    """Valid cases that a target with `capabilities` supports.
+    """Valid cases that a target supports.
 
     Parameters
     ----------
-    capabilities : of the target; None is a complete implementation.
+    target : its name ("module:function" or any other that `verikda check` takes), itself, or its capabilities; None is
+        a complete implementation.
     max_tokens, max_channels, max_heads, max_state : see `verikda.knobs.Limits`.
     unstable : also draw regimes outside the stable domain (positive gates, unnormalised keys).
     overrides : whether up to 8 single elements are written, or which.
@@ -57,7 +62,14 @@ def cases(
     ------
     ValueError
         If a name is no field of `Case`, or no case fits.
+    TargetError
+        If there is no such target, or it cannot be used here.
     """
+    if isinstance(target, str):
+        from verikda.targets import resolve
+
+        target = resolve(target)
+    capabilities = target if isinstance(target, Capabilities | None) else target.capabilities
     if overrides is not True:
         fixed["overrides"] = overrides or ()
     limits = Limits(max_tokens, max_channels, max_heads, max_state, unstable)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from verikda import interrupts
 from verikda.finding import load_case
 from verikda.interrupts import SAME, held, on_stop
 
@@ -141,6 +142,7 @@ def test_check_keeps_what_was_found_and_closes_its_record(
 OTHERS = {
     "report": ("point", ("verikda", "report", "emulator", "--json", "run.jsonl"), "cut short"),
     "zoo": ("kill", ("verikda", "zoo", "--kill-matrix", "--json", "run.jsonl"), "the same command goes on from here"),
+    "compare": ("rival", ("verikda", "zoo", "--compare", "--json", "run.jsonl"), "the same command goes on from here"),
     "probe": ("frontier", ("verikda", "probe", "emulator", "--json", "run.jsonl"), "drift, pool (interrupted)"),
     "false_alarm": ("share", ("verikda.false_alarm", "--cases", "90000", "--json", "run.jsonl"), "of 360 shares"),
 }
@@ -150,11 +152,40 @@ OTHERS = {
 @SOME
 def test_other_commands_end_as_well(name: str, number: signal.Signals, group: bool) -> None:
     kind, words, says = OTHERS[name]
-    run = stopped(kind, number, group, *words, *(() if name == "probe" else ("--jobs", "2")))
+    run = stopped(kind, number, group, *words, *(() if name in ("probe", "compare") else ("--jobs", "2")))
     assert (run.status, run.stderr) == (0, "")
     assert says in run.stdout
     if name in ("report", "probe"):
         assert (run.lines[-1]["kind"], run.lines[-1]["interrupted"]) == ("end", True)
+
+
+@SIGNALS
+def test_a_comparison_that_has_judged_nothing_shows_no_table(number: signal.Signals) -> None:
+    run = stopped("zoo", number, False, *OTHERS["compare"][1], "--fault", "DV_OFF")
+    assert (run.status, run.stdout.count("\n")) == (2, 1)
+    assert "interrupted before there was anything to tell" in run.stderr
+
+
+def test_python_gets_its_turn_within_the_reverse_of_a_naive_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one call into torch that takes seconds, and a signal is heard between steps of Python only."""
+    torch = pytest.importorskip("torch")
+    from verikda.zoo.naive import naive
+    from verikda.zoo.trials import TRIALS, make_call
+
+    plain, turns = torch.autograd.grad, []
+
+    def grad(*arguments: Any) -> Any:
+        before = sys.getprofile()
+        ours = naive.__code__.co_filename
+        sys.setprofile(lambda frame, *_: turns.append(frame) if frame.f_code.co_filename == ours else None)
+        try:
+            return plain(*arguments)
+        finally:
+            sys.setprofile(before)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    naive(make_call(TRIALS[0]).problem, "float32")
+    assert len(turns) >= sum(TRIALS[0].lengths)
 
 
 @pytest.mark.parametrize("name", ["check", "report"])
@@ -183,28 +214,51 @@ def test_a_search_whose_master_is_killed_ends() -> None:
     assert (result.status, result.stderr) == (-signal.SIGKILL, "")
 
 
+class Clock:
+    """Time for `verikda.interrupts` that passes only when told to, whatever else the machine is doing."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """A clock, no signal heard so far, and signals as at a terminal: tests in the background ignore SIGINT."""
+    made = Clock()
+    monkeypatch.setattr(interrupts, "time", made)
+    monkeypatch.setattr(interrupts, "_state", interrupts._State())
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield made
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @SIGNALS
-def test_the_second_signal_of_a_pair_changes_nothing(number: signal.Signals) -> None:
+def test_the_second_signal_of_a_pair_changes_nothing(number: signal.Signals, clock: Clock) -> None:
     before, asked = signal.getsignal(number), []
-    time.sleep(SAME)
     with on_stop(lambda: asked.append(1)):
         signal.raise_signal(number)
+        clock.now += 0.99 * SAME
         signal.raise_signal(number)
         assert len(asked) == 1
-        time.sleep(SAME)
+        clock.now += 0.02 * SAME
         signal.raise_signal(number)
         assert len(asked) == 2
     assert signal.getsignal(number) is before
 
 
-def test_what_is_held_is_stopped_at_its_end() -> None:
-    time.sleep(SAME)
+@SIGNALS
+def test_what_is_held_is_stopped_at_its_end(number: signal.Signals, clock: Clock) -> None:
     done = []
 
     def work() -> None:
         with on_stop(), held():
             with held():
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
                 done.append("inner")
             done.append("outer")
 
@@ -213,13 +267,13 @@ def test_what_is_held_is_stopped_at_its_end() -> None:
     assert done == ["inner", "outer"]
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with on_stop():
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+@SIGNALS
+@pytest.mark.usefixtures("clock")
+def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    with on_stop():
+        signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_another_thread_changes_nothing() -> None:

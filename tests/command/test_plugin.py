@@ -1,7 +1,7 @@
 """The pytest plugin in a pytest of its own: one test per check, findings as messages, fixtures for users' tests.
 
 What could go wrong here: a fault that leaves pytest green, an unknown target that runs nothing and passes, a case
-that cannot tell counted as a pass.
+that cannot tell counted as a pass, a test that README prints and that fails on every kernel.
 """
 
 from __future__ import annotations
@@ -153,3 +153,81 @@ def test_a_fault_and_a_case_that_cannot_tell_fail_a_users_test(tmp_path: Path) -
                  "give --verikda-target=NAME"):  # fmt: skip
         assert part in result.stdout
     assert "1 passed, 1 skipped" in result.stdout
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FEW = """
+from hypothesis import Phase, settings
+
+settings.register_profile("few", max_examples=12, derandomize=True, database=None, phases=[Phase.generate])
+settings.load_profile("few")
+"""
+KERNELS = """
+import toy_kda
+
+chunk_kda, recurrent = toy_kda.chunk_kda, toy_kda.long_names  # every flag, and few
+
+def wrong(query, key, value, g, beta, initial_state, output_final_state, **kwargs):
+    o, ht = recurrent(query, key, value, g, beta, initial_state, output_final_state)
+    return o * 1.02, ht
+"""
+DRAWN = """
+from hypothesis import given, settings, strategies as st
+from verikda.case import Case
+
+TOLD = [Case(lengths=(n,), K=2, V=2) for n in range(3, 9)]
+ZERO = Case(lengths=(4,), K=2, V=2, value_regime="zero", do_regime="zero")
+
+@settings(deadline=None)
+@given(st.sampled_from([*TOLD, ZERO]))
+def test_some_cannot_be_told(verikda_check, case):
+    verikda_check("emulator", case, ("floor",))
+
+@settings(deadline=None)
+@given(st.integers())
+def test_none_can_be_told(verikda_check, number):
+    verikda_check("emulator", ZERO, ("floor",))
+"""
+
+
+def in_hypothesis(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_user.py").write_text(test)
+    (folder / "conftest.py").write_text(FEW)
+    (folder / "kernels.py").write_text(KERNELS)
+    surroundings = os.environ | THREADS | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    surroundings["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "targets", folder)))
+    plugins = ("-p", "_hypothesis_pytestplugin", "-p", "verikda.pytest_plugin", "--hypothesis-show-statistics")
+    return pytest_in(folder, surroundings, *plugins)
+
+
+def readmes_test(folder: Path, kernel: str) -> subprocess.CompletedProcess[str]:
+    """README's test in Hypothesis, as printed, on another kernel."""
+    block = README.split("In your own tests, with Hypothesis' shrinking:")[1].split("```python\n")[1].split("```")[0]
+    assert block.count("mypackage.ops:chunk_kda") == 1
+    return in_hypothesis(folder, block.replace("mypackage.ops:chunk_kda", kernel))
+
+
+@pytest.mark.parametrize("kernel", ["kernels:chunk_kda", "kernels:recurrent"])
+def test_readmes_own_test_passes_on_a_healthy_kernel(kernel: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    result = readmes_test(tmp_path, kernel)
+    assert result.returncode == PASSED, result.stdout
+    assert "PASSED test_user.py::test_my_kernel" in result.stdout
+
+
+@pytest.mark.parametrize("kernel", ["kernels:wrong", "zoo:DV_OFF"])
+def test_readmes_own_test_fails_on_a_fault(kernel: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    result = readmes_test(tmp_path, kernel)
+    assert result.returncode == FAILED, result.stdout
+    for part in ("FAILED test_user.py::test_my_kernel", f"FAIL  {kernel}", "floor / ", "Case.from_json("):
+        assert part in result.stdout
+    assert "Flaky" not in result.stdout
+
+
+def test_a_case_that_cannot_be_told_counts_for_nothing_in_hypothesis(tmp_path: Path) -> None:
+    result = in_hypothesis(tmp_path, DRAWN)
+    assert result.returncode == FAILED, result.stdout
+    assert "PASSED test_user.py::test_some_cannot_be_told" in result.stdout
+    assert "FAILED test_user.py::test_none_can_be_told" in result.stdout
+    assert "inconclusive: floor: every output is zero here" in result.stdout  # the statistics

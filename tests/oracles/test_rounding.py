@@ -29,6 +29,7 @@ def numbers(dtype: str) -> np.ndarray:
     return np.concatenate([x, edge])
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_16_bit_pattern_and_its_neighbourhood(dtype: str) -> None:
     """round_to agrees with the reference cast on float32 inputs, ties and NaN included."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import calls
+import ml_dtypes
 import numpy as np
 import pytest
 
 from oracles.problem import Problem
 from oracles.recurrence import forward, forward_reverse
 from verikda.call import Crashed, Malformed, Refused
-from verikda.case import LAYOUTS
+from verikda.case import LAYOUTS, Case
+from verikda.run_case import run_case
 from verikda.targets.numpy_function import NumpyFunction
 
 
@@ -158,3 +160,23 @@ def test_errors(error, kind):
     target, call = answering(error)
     with pytest.raises(kind, match=str(error)):
         target.run(call)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bad", ["inf", "-inf", "nan", "signalling nan", "largest"])
+def test_any_answer_is_judged_without_a_warning(dtype: str, bad: str) -> None:
+    """Infinite times 0, infinite less infinite, and bits that are garbage: a failure of the target, no news of ours."""
+    number = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    garbage = np.array({"float16": 0x7D00, "bfloat16": 0x7F81, "float32": 0x7F800001}[dtype], f"u{number.itemsize}")
+    value = {"signalling nan": garbage.view(number), "largest": ml_dtypes.finfo(number).max}.get(bad) or float(bad)
+
+    def broken(q, k, v, g, beta, do=None, dht=None, scale=None, initial_state=None, output_final_state=False):
+        out = kda(q, k, v, g, beta, do, dht, scale, initial_state, output_final_state)
+        for name in {"o", "dv"} & set(out):
+            out[name][...] = value
+        return out
+
+    for options in ({"do_regime": "zero"}, {"h0": "random", "dht": True}):
+        report = run_case(NumpyFunction(broken, "broken"), Case(lengths=(5,), K=3, V=2, dtype=dtype, **options))
+        assert report.verdict == "fail", report.outcomes

@@ -23,13 +23,17 @@ _RUNS = ((8, None), (64, True))
 
 
 def _gap(outputs: Mapping[str, Array], p: Problem) -> Array:
-    """<do, o> + <dht, ht> - <dv, v> - <dh0, h0>, over all but a leading axis of runs."""
+    """<do, o> + <dht, ht> - <dv, v> - <dh0, h0>, over all but a leading axis of runs.
+
+    Not finite where an output is not, which the caller asks; inf * 0 and inf - inf on the way there are no news.
+    """
     gap = np.zeros(())
     for output, weight, sign in _PAIRS:
         w = getattr(p, weight)
         if w is not None:
             x = outputs[output]
-            gap = gap + sign * (x * w).sum(axis=tuple(range(x.ndim - w.ndim, x.ndim)))
+            with np.errstate(over="ignore", invalid="ignore"):
+                gap = gap + sign * (x * w).sum(axis=tuple(range(x.ndim - w.ndim, x.ndim)))
     return gap
 
 

@@ -101,4 +101,5 @@ def _named(answer: Any) -> dict[str, Any]:
 
 
 def _float64(value: Any) -> Array:
-    return np.array(value, dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN, as garbage in memory may be one, becomes a plain NaN
+        return np.array(value, dtype=np.float64)

@@ -74,10 +74,11 @@ def kill_matrix(wanted: list[str], seeds: int, jobs: int, json_path: Path | None
 def comparison(names: Iterable[str], json_path: Path | None, markdown: Path | None) -> int:
     """Judge the zoo as people do today, with what the record lacks."""
     lines = [] if json_path is None else matrix.read(json_path)
+    wanted = chosen(names)
     record = Record(json_path)
     lines += opened(record, lines)
     out = show.console()
-    wanted = chosen(names)
+    out.print(f"the healthy implementation and {len(wanted)} faults, on the inputs of today's tests")
     try:
         with show.progress(out, len(wanted) + 1, "zoo") as step:
             for line in rivals.compare(wanted, list(lines)):
@@ -85,6 +86,8 @@ def comparison(names: Iterable[str], json_path: Path | None, markdown: Path | No
                 record.write(line)
                 step(str(line["specimen"]))
     except KeyboardInterrupt:
+        if not rivals.scores(lines):  # each fault is compared with the healthy implementation, which comes first
+            raise
         out.print("interrupted; the same command goes on from here" if json_path else "interrupted")
     finally:
         record.close()
