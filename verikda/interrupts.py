@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import FrameType
 
@@ -103,11 +104,13 @@ class Worker(SpawnProcess):
         """Start it, in the main thread."""
         one_thread()
         with held():  # a process that has been started is known to those who end it
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new process goes on ignoring what is ignored
+            resource_tracker.ensure_running()  # it unblocks what is blocked
+            # A new process keeps what is blocked blocked. Ignoring it here would lose a Ctrl-C of this moment.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 super().start()
             finally:
-                signal.signal(signal.SIGINT, before)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Workers(SpawnContext):

@@ -16,14 +16,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from verikda import interrupts
+from verikda.cli import main
 from verikda.finding import load_case
-from verikda.interrupts import SAME, held, on_stop
+from verikda.interrupts import SAME, Worker, held, on_stop
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
@@ -159,11 +162,15 @@ def test_other_commands_end_as_well(name: str, number: signal.Signals, group: bo
         assert (run.lines[-1]["kind"], run.lines[-1]["interrupted"]) == ("end", True)
 
 
-@SIGNALS
-def test_a_comparison_that_has_judged_nothing_shows_no_table(number: signal.Signals) -> None:
-    run = stopped("zoo", number, False, *OTHERS["compare"][1], "--fault", "DV_OFF")
-    assert (run.status, run.stdout.count("\n")) == (2, 1)
-    assert "interrupted before there was anything to tell" in run.stderr
+def test_a_comparison_that_has_judged_nothing_shows_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: Any) -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("verikda.zoo.rivals.compare", compare)
+    result = CliRunner().invoke(main, ["zoo", "--compare", "--fault", "DV_OFF"])
+    assert (result.exit_code, result.stdout.count("\n")) == (2, 1)
+    assert "interrupted before there was anything to tell" in result.stderr
 
 
 def test_python_gets_its_turn_within_the_reverse_of_a_naive_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +242,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield made
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_ctrl_c_while_a_process_is_started_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpawnProcess, "start", lambda self: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), on_stop():
+        Worker().start()
 
 
 @SIGNALS
