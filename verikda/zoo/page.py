@@ -20,14 +20,16 @@ from verikda.zoo.trials import TRIALS
 PAGE = """\
 # The zoo: planted faults, and who finds them
 
-Each fault is one condition in a healthy chunked implementation (`verikda/zoo`). A search is that of `verikda check`
-with the ci profile, ended at the first failing case; another seed is another start and another random part. Time is
-processor time of one core, references and noise floors included. Written from the record alone by
+Each fault is one condition in a healthy chunked implementation (`verikda/zoo`), or, where its name begins with CUDA,
+one change in the CUDA sources of `kernels_cuda`, run on the CPU or a GPU. A search is that of `verikda check` with the
+ci profile, ended at the first failing case; another seed is another start and another random part. Time is processor
+time of one core, references and noise floors included. Written from the record alone by
 
     verikda zoo --kill-matrix --seeds {seeds} --json reports/cpu/zoo.jsonl --report reports/cpu/zoo.md
     verikda zoo --compare --json reports/cpu/zoo.jsonl --report reports/cpu/zoo.md
 
-A run goes on from the record: with more seeds, or after an interrupt, only what is missing is run.
+and, for the CUDA sources, the first with `--where cuda` and the seeds that the tables show. A run goes on from the
+record: with more seeds, or after an interrupt, only what is missing is run.
 
 {versions}
 
