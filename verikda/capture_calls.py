@@ -206,18 +206,12 @@ class _Kept:
 def _copy(tensor: Any) -> Any:
     """A compact copy on the host, as a tensor; of NumPy and CuPy arrays too."""
     if not hasattr(tensor, "detach"):
-        return _from_array(tensor.get() if hasattr(tensor, "get") else tensor)
+        import numpy as np
+
+        from verikda.targets.torch_function import from_numpy
+
+        return from_numpy(np.array(tensor.get() if hasattr(tensor, "get") else tensor, order="C"))
     return tensor.detach().cpu().clone(memory_format=_contiguous())
-
-
-def _from_array(array: Any) -> Any:
-    import numpy as np
-    import torch
-
-    copy = np.array(array, order="C")
-    if copy.dtype.name == "bfloat16":  # which torch does not know from NumPy
-        return torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(copy)
 
 
 def _contiguous() -> Any:

@@ -15,7 +15,7 @@ from verikda.capture_file import load_call
 from verikda.checks import BY_NAME, CHECKS, named
 from verikda.choose import choose_listed, choose_one
 from verikda.environment import environment
-from verikda.finding import Finding, failure_lines, load_case, message
+from verikda.finding import Finding, check_folder, failure_lines, load_case, message
 from verikda.inputs import make_call
 from verikda.parallel import search_all
 from verikda.profiles import PROFILES
@@ -49,8 +49,7 @@ def check_command(
     out = show.console()
     chosen = choose_one("profile", PROFILES, profile)
     target = resolve(target_name, contract=contract)
-    if findings.exists() and not findings.is_dir():
-        raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
+    check_folder(findings)
     corpus = Corpus(worst)
     settings = Settings(
         cases=cases if cases is not None else chosen.cases,
@@ -76,12 +75,10 @@ def check_command(
     record.write(opening)
     out.print(f"checking {target.name}: up to {settings.cases} cases, limit {settings.limit:g}", markup=False)
     if isinstance(target, FunctionTarget) and target.default_contract:
-        out.print(
+        text = (
             f"it declares no contract, so it is judged under {DEFAULT}: --contract or its attribute verikda_contract "
-            f"names another ({', '.join(NAMES)})",
-            markup=False,
-            soft_wrap=True,
         )
+        show.say(out, f"{text}names another ({', '.join(NAMES)})")
     started = time.perf_counter()
 
     with show.progress(out, settings.cases, target.name) as step:
@@ -96,7 +93,7 @@ def check_command(
             record.write({"kind": "finding", "file": str(path), "check": finding.check, "case": finding.case.to_dict()})
             replay = f"verikda replay {path}"
             text = message(finding.target, finding.failures, finding.case, replay, minimal=finding.minimal)
-            out.print(text, markup=False, soft_wrap=True)  # a replay line must stay one line
+            show.say(out, text)
 
         first = tuple(corpus.cases())
         if jobs == 1:
@@ -132,7 +129,7 @@ def report_summary(out: Console, summary: Summary, limit: float) -> int:
     show.summary_tables(out, summary, limit)
     for ran, n in summary.ran.most_common(3):
         under = ", ".join(f"{name} ({m})" for name, m in summary.contracts[ran].most_common())
-        out.print(f"ran ({n} cases): {ran}; judged under {under}", markup=False, soft_wrap=True)
+        show.say(out, f"ran ({n} cases): {ran}; judged under {under}")
     total = sum(summary.verdicts.values())
     counts = ", ".join(f"{n} {v}" for v, n in summary.verdicts.most_common())
     stopped = " (interrupted)" if summary.interrupted else ""
@@ -183,15 +180,15 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
     failures = tuple(f for o in outcomes for f in o.failures)
     replay = f"verikda replay {file} {target.name}"
     if failures and case is not None:
-        out.print(message(target.name, failures, case, replay), markup=False, soft_wrap=True)
+        show.say(out, message(target.name, failures, case, replay))
     elif failures:
         lines = [*failure_lines(target.name, failures), f"  replay: {replay}"]
-        out.print("\n".join(lines), markup=False, soft_wrap=True)
+        show.say(out, "\n".join(lines))
     if ctx.ran:
-        out.print(f"ran: {ctx.ran}; judged under {ctx.contract.family}", markup=False, soft_wrap=True)
+        show.say(out, f"ran: {ctx.ran}; judged under {ctx.contract.family}")
     if snippet is not None and failures and not any(f.check == "floor" for f in failures):
         text = f"the script says PASS: it makes one call and judges its values, and {named_check} needs more than that"
-        out.print(text, markup=False, soft_wrap=True)
+        show.say(out, text)
     verdict = verdict_of(outcomes)
     out.print(f"{show.coloured(verdict)}  {target.name}")
     return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from oracles.arithmetic import Nearest, Stochastic
 from oracles.chunked import emulate
 from oracles.contract import Contract
+from oracles.noisy import FLUSH, UNIT
 from oracles.problem import Array, Problem
 from verikda.blocks import blocks_of
 from verikda.dtypes import round_to, ulp
@@ -20,8 +21,6 @@ CONFIRMED = (16, 64)
 """Runs with explicit float32 noise after which a suspicious result is looked at again."""
 _BATCH = 1 << 22
 """Output elements emulated at once."""
-_FLUSH = 2.0**-126
-"""Smallest normal number of float32 and bfloat16: GPUs may flush below it."""
 
 
 def output_noise(x: Array, dtype: str) -> Array:
@@ -33,9 +32,9 @@ def output_noise(x: Array, dtype: str) -> Array:
     if dtype == "float16":
         noise: Array = ulp(x, dtype) ** 2 / 12
     elif dtype == "bfloat16":
-        noise = ulp(x, dtype) ** 2 / 12 + _FLUSH**2
+        noise = ulp(x, dtype) ** 2 / 12 + FLUSH**2
     else:
-        noise = (2.0**-24 * x) ** 2 + _FLUSH**2
+        noise = (UNIT * x) ** 2 + FLUSH**2
     return np.where(x == 0, 0.0, noise)
 
 

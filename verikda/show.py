@@ -26,6 +26,11 @@ def console() -> Console:
     return out if out.is_terminal else Console(highlight=False, width=140, no_color=True)
 
 
+def say(out: Console, text: str) -> None:
+    """Print text as it is, its lines whole: a command that is to be copied must stay on one line."""
+    out.print(text, markup=False, soft_wrap=True)
+
+
 EVERY = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 

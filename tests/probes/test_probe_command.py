@@ -86,6 +86,14 @@ def test_a_frontier_ends_with_a_finding_that_replays() -> None:
 
 
 @pytest.mark.usefixtures("_few")
+def test_a_replay_line_is_one_line_however_long_its_path() -> None:
+    folder = "f" * 150
+    result = verikda("probe", "zoo:ANCHOR_CHUNK_START", "--only", "frontier", "--findings", folder)
+    (file,) = Path(folder).glob("*.json")
+    assert f"  replay: verikda replay {file}" in result.output.splitlines()
+
+
+@pytest.mark.usefixtures("_few")
 def test_a_pool_ends_with_the_steps() -> None:
     result = verikda("probe", "zoo:STATE_IN_PLACE", "--only", "pool", "--json", "a.jsonl")
     assert result.exit_code == 1

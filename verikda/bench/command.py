@@ -72,5 +72,5 @@ def bench_command(
             raise
         out.print(f"interrupted after {len({row.workload for row in final})} of {len(todo)} workloads")
     record.close()
-    out.print(markdown(final, used[0]), markup=False, soft_wrap=True)
+    show.say(out, markdown(final, used[0]))
     return exit_status(final)

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from kernels_cuda.forward import Forward
+from verikda.dtypes import FORMATS
 from verikda.ops.arrays import Arrays, arrays_of
 
 FLOATS = ("float16", "bfloat16", "float32")
 CHUNK_SIZES = (16, 32, 64)
 MAX_CHANNELS = 256
-LARGEST = (2.0 - 2.0**-23) * 2.0**127
-"""The largest float32."""
+LARGEST = FORMATS["float32"].largest
 PUBLIC = {"h0": "initial_state"}
 """Names of arguments that differ from those of the launch plan."""
 

@@ -18,7 +18,7 @@ from verikda import show
 from verikda.checking import FAIL, NOTHING, PASS
 from verikda.choose import choose_listed
 from verikda.environment import environment
-from verikda.finding import Finding, message
+from verikda.finding import Finding, check_folder, message
 from verikda.probes.drift import Drift, drift_case, drifts
 from verikda.probes.frontier import KINDS, Frontier, frontiers
 from verikda.probes.pool import pool_machine
@@ -55,7 +55,7 @@ class _Run:
             {"kind": "finding", "file": str(path), "check": finding.check, "case": finding.case.to_dict()}
         )
         replay = f"verikda replay {path}"
-        self.out.print(message(finding.target, finding.failures, finding.case, replay), markup=False)
+        show.say(self.out, message(finding.target, finding.failures, finding.case, replay))
 
 
 def probe_command(
@@ -70,8 +70,7 @@ def probe_command(
 ) -> int:
     """Run the probes on one target, print a table for each; the exit status."""
     chosen = choose_listed("--only", "probe", PROBES, only)
-    if findings.exists() and not findings.is_dir():
-        raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
+    check_folder(findings)
     target = resolve(target_name, contract=contract)
     if only is not None and "pool" in chosen:
         pool_machine(target)  # says why it cannot be asked for here

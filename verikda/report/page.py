@@ -212,7 +212,7 @@ def terminal(out: Console, page: Page) -> None:
         out.print("What reading notes on such kernels claim, measured:")
     for claim in told:
         why = f". {claim.says[0]}" if claim.verdict == NOT_RUN else ""
-        out.print(f'  "{claim.title}": {claim.verdict}{why}', markup=False, soft_wrap=True)
+        show.say(out, f'  "{claim.title}": {claim.verdict}{why}')
     if len(told) < len(page.claims):
         out.print(f"Not reached: {len(page.claims) - len(told)} of {len(page.claims)} claims of reading notes.")
     if page.cut_short:

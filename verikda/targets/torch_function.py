@@ -190,11 +190,15 @@ def import_torch(name: str) -> Any:
 
 def to_torch(block: Block, device: str) -> Any:
     """A fresh flat tensor with the block's buffer on `device`."""
+    return from_numpy(block.copy()).to(device)
+
+
+def from_numpy(array: Any) -> Any:
+    """A tensor on the same memory; of bfloat16 too, which torch does not know from NumPy."""
     torch = import_torch("")
-    buffer = block.copy()
-    if block.buffer.dtype.name == "bfloat16":
-        return torch.from_numpy(buffer.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(buffer).to(device)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def to_numpy(buffer: Any, block: Block) -> Buffer:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from verikda import show
 from verikda.case import Case
 from verikda.checks import Failure, named
-from verikda.finding import Finding
+from verikda.finding import Finding, check_folder
 from verikda.run_case import run_case
 from verikda.targets import resolve
 from verikda.targets.base import Target
@@ -87,8 +87,7 @@ def known_faults(name: str, names: list[str], findings: Path) -> int:
     """
     out = show.console()
     target = resolve(name)
-    if findings.exists() and not findings.is_dir():
-        raise ValueError(f"--findings {findings} is a file; findings go into a folder: name another")
+    check_folder(findings)
     results: list[Known] = []
     files: dict[Path, list[str]] = {}
     try:
@@ -119,7 +118,7 @@ def _printed(out: Console, name: str, results: list[Known], files: dict[Path, li
         out.print(rows)
         out.print("A failing case shows a fault of this kind, or one with the same effect:")
         for path, faults in files.items():
-            out.print(f"  verikda replay {path}  ({', '.join(faults)})", markup=False, soft_wrap=True)
+            show.say(out, f"  verikda replay {path}  ({', '.join(faults)})")
     for reason, n in Counter(k.reason for k in results if k.verdict not in ("pass", "fail")).most_common():
         out.print(f"not told ({n}): {reason}", markup=False)
     counts = Counter(k.verdict for k in results)
