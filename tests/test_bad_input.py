@@ -285,6 +285,7 @@ TABLE: list[tuple[str, Try, type[Exception] | int, str]] = [
     ("other signature", command("check", "json:dumps"), UNUSABLE, "(obj, skipkeys, ensure_ascii, "),
     ("needs more", module(SIGNED.format(", mask")), UNUSABLE, "bad_target:f requires mask, which a call cannot"),
     ("fails on import", module("1 / 0\n"), UNUSABLE, "importing bad_target failed: ZeroDivisionError: division"),
+    ("no text", module("raise type('E', (OSError,), {'__str__': None})\n"), UNUSABLE, "E, whose text cannot be"),
     ("no Python", module("def f(:\n"), UNUSABLE, "importing bad_target failed: SyntaxError: "),
     ("arrays", module(SIGNED.format("") + "f.verikda_arrays = 'jax'"), UNUSABLE, "verikda_arrays is 'jax'; use"),
     ("ability", module(SIGNED.format("") + "f.verikda_capabilities = {'fp8': True}"), UNUSABLE, "has no field fp8"),

@@ -162,6 +162,20 @@ def test_errors(error, kind):
         target.run(call)
 
 
+@pytest.mark.parametrize(("base", "kind"), [(RuntimeError, Crashed), (TypeError, Refused)])
+@pytest.mark.parametrize("fails", [lambda self: self.nothing, lambda self: 3], ids=["raises", "no text"])
+def test_an_error_without_a_text_counts_as_one_with_a_text(base, kind, fails):
+    target, call = answering(type("BadShape", (base,), {"__str__": fails})())
+    with pytest.raises(kind, match=r"^BadShape, whose text cannot be shown"):
+        target.run(call)
+
+
+def test_a_runtime_error_about_an_object_without_a_text_is_a_crash():
+    target, call = answering(RuntimeError(type("Shape", (), {"__str__": lambda self: self.nothing})()))
+    with pytest.raises(Crashed, match=r"^RuntimeError, whose text cannot be shown: making it raises AttributeError"):
+        target.run(call)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("bad", ["inf", "-inf", "nan", "signalling nan", "largest"])

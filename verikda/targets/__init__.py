@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from verikda.targets.base import Target, TargetError
+from verikda.targets.base import Target, TargetError, told
 from verikda.targets.contracts import Declared, contract_by_name
 
 __all__ = ["Available", "Target", "TargetError", "available", "contract_by_name", "made_here", "resolve"]
@@ -204,9 +204,7 @@ def resolve(name: str, *, contract: Declared | None = None, device: str | None =
             try:
                 found = point.load()
             except (Exception, SystemExit) as error:
-                raise TargetError(
-                    f"target {name}: loading {point.value} failed: {type(error).__name__}: {error}"
-                ) from error
+                raise TargetError(f"target {name}: loading {point.value} failed: {told(error)}") from error
             return as_target(found, name, contract, device)
     if ":" not in name:
         known = [line.name for line in available()]
@@ -230,7 +228,7 @@ def as_target(found: Any, name: str, contract: Declared | None = None, device: s
         try:
             found = found()
         except (Exception, SystemExit) as error:
-            raise TargetError(f"{name}: making the target failed: {type(error).__name__}: {error}") from error
+            raise TargetError(f"{name}: making the target failed: {told(error)}") from error
     if _is_target(found):
         _refuse_options(name, contract, device)
         return cast(Target, found)

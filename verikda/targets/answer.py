@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from verikda.call import Call, Crashed, Malformed, Refused
+from verikda.targets.base import told
 from verikda.targets.signature import result_shapes
 
 REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError)
@@ -29,10 +30,10 @@ BAD_GRADIENT = (
 
 def sort_error(error: BaseException, where: str = "") -> Exception:
     """The outcome that an exception of the target's call means; raise it from `error`."""
-    text = f"{where}{type(error).__name__}: {error}"
+    text = f"{where}{told(error)}"
     if any(part in text for part in BAD_GRADIENT):
         return Malformed(text)
-    if isinstance(error, REFUSALS) or (type(error) is RuntimeError and UNSUPPORTED.search(str(error))):
+    if isinstance(error, REFUSALS) or (type(error) is RuntimeError and UNSUPPORTED.search(text)):
         return Refused(text)
     return Crashed(text)
 

@@ -38,3 +38,12 @@ class Target(Protocol):
 
 class TargetError(Exception):
     """A target that cannot be used as named; one sentence says why and what to do."""
+
+
+def told(error: BaseException) -> str:
+    """Type and text of an exception; the code that is checked may have one whose text cannot be made."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as other:
+        return f"{name}, whose text cannot be shown: making it raises {type(other).__name__}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verikda.targets.base import TargetError
+from verikda.targets.base import TargetError, told
 
 
 def load(spec: str) -> Any:
@@ -58,7 +58,7 @@ def _import(name: str) -> Any:
             ) from error
         raise TargetError(f"importing {name} failed: it needs {error.name}, which is not installed") from error
     except (Exception, SystemExit) as error:
-        raise TargetError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+        raise TargetError(f"importing {name} failed: {told(error)}") from error
     finally:
         if not here and folder in sys.path:
             sys.path.remove(folder)
