@@ -15,11 +15,11 @@ from verikda.capture_file import load_call
 from verikda.checks import BY_NAME, CHECKS, named
 from verikda.choose import choose_listed, choose_one
 from verikda.environment import environment
-from verikda.finding import Finding, check_folder, failure_lines, load_case, message
+from verikda.finding import Finding, failure_lines, load_case, message
 from verikda.inputs import make_call
 from verikda.parallel import search_all
 from verikda.profiles import PROFILES
-from verikda.record import Record, case_line
+from verikda.record import Record, case_line, check_folders, check_outputs
 from verikda.run_case import CaseReport, run_call, verdict_of
 from verikda.search import Search, Settings, Summary
 from verikda.targets import available, made_here, resolve
@@ -49,8 +49,9 @@ def check_command(
     out = show.console()
     chosen = choose_one("profile", PROFILES, profile)
     target = resolve(target_name, contract=contract)
-    check_folder(findings)
     corpus = Corpus(worst)
+    check_outputs(json=json_path, summary=summary_path)
+    check_folders(findings=findings, worst=worst)
     settings = Settings(
         cases=cases if cases is not None else chosen.cases,
         stratified=chosen.stratified,
@@ -147,6 +148,7 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
     """Run one stored case, or one captured call, through every check; the exit status."""
     out = show.console()
     case, call, named_target, named_check = None, None, None, None
+    check_outputs(snippet=snippet)
     if file.suffix == ".safetensors":
         call, _ = load_call(file)
     else:

@@ -326,7 +326,9 @@ def bench(targets: tuple[str, ...], cpu: bool, json_path: Path | None, **options
     if cpu:
         _only_json()
         from verikda.bench.cpu import cpu_command
+        from verikda.record import check_outputs
 
+        check_outputs(json=json_path)
         return cpu_command(json_path)
     from verikda.bench.command import bench_command
 

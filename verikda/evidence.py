@@ -156,17 +156,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--items has {unknown[0] if unknown else 'nothing'}; use some of {', '.join(ITEMS)}")
 
     from verikda.bench import NoGpuError, cuda_torch
-    from verikda.record import Record, plain
+    from verikda.record import Record, check_outputs, plain
 
     if given.item:
         print(json.dumps(plain(alone(given.item)), allow_nan=False), flush=True)
         return 0
     try:
+        check_outputs(json=given.json)
         device = str(cuda_torch().cuda.get_device_name())
-    except NoGpuError as error:
+        record = Record(given.json)
+    except (NoGpuError, ValueError) as error:
         print(f"verikda: {error}", file=sys.stderr)
         return 2
-    record = Record(given.json)
     verdicts = []
     # Two at a time: the float64 truth of the first takes the CPU for about a minute, the others mostly the GPU.
     pool = ThreadPoolExecutor(2)

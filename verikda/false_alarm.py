@@ -28,7 +28,7 @@ from verikda.checks import named
 from verikda.inputs import make_call
 from verikda.interrupts import held, on_stop, processes
 from verikda.knobs import OPTIONS, Limits, Space
-from verikda.record import Record
+from verikda.record import Record, check_outputs
 from verikda.run_case import CaseReport, run_case
 from verikda.targets import TargetError, resolve
 
@@ -142,13 +142,15 @@ def main(words: list[str] | None = None) -> int:
             parser.error(f"--{name} is {getattr(given, name)}; give at least 1")
     try:
         resolve(given.target, contract=given.contract)
-    except TargetError as error:
+        check_outputs(json=given.json)
+        record = Record(given.json)
+    except (TargetError, ValueError) as error:
         parser.error(str(error))
     if given.table:
         lines = recorded(given.table)
     else:
         sizes = [min(SHARE, given.cases - first) for first in range(0, given.cases, SHARE)]
-        record, lines = Record(given.json), []
+        lines = []
         fixed = (given.target, given.contract, given.dtype, given.seed)
         try:
             with on_stop(), processes(given.jobs) as pool:

@@ -95,18 +95,6 @@ def hex_of(value: float, dtype: str) -> str:
     return "~" + to_hex(float(round_to(value, dtype)), dtype)
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a file as the place of findings, before there are any.
-
-    Raises
-    ------
-    ValueError
-        When `folder` is a file.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--findings {folder} is a file; findings go into a folder: name another")
-
-
 def load_case(path: Path) -> tuple[Case, str | None, str | None]:
     """Case, target name and check name of a finding file, or of a file that holds a bare case.
 

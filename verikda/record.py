@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,7 +45,7 @@ def case_line(report: CaseReport) -> dict[str, Any]:
 
 
 def check_outputs(**paths: Path | None) -> None:
-    """Refuse, before hours of work, files that cannot be written after it. Folders that are missing are made.
+    """Refuse, before hours of work, files that cannot be written after it; writing makes folders that are missing.
 
     Parameters
     ----------
@@ -53,23 +54,51 @@ def check_outputs(**paths: Path | None) -> None:
     Raises
     ------
     ValueError
-        For a folder, for what may not be written, and for one file under two names.
-    OSError
-        When the folder of a file cannot be made.
+        For a folder, for what cannot be written, and for one file under two names.
     """
     seen: dict[Path, str] = {}
-    for name, path in paths.items():
-        if path is None:
-            continue
-        option = "--" + name.replace("_", "-")
+    for said, path in _given(paths):
         if path.is_dir():
-            raise ValueError(f"{option} {path} is a folder; name a file in it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{option} {path} may not be written here; name another file")
-        other = seen.setdefault(path.resolve(), option)
-        if other != option and path.resolve() != Path(os.devnull):
-            raise ValueError(f"{other} and {option} both name {path}, and the second would replace the first; name two")
+            raise ValueError(f"{said} is a folder; name a file in it")
+        _check_place(said, path)
+        other = seen.setdefault(path.resolve(), said)
+        if other != said and path.resolve() != Path(os.devnull):
+            raise ValueError(f"{other} and {said} are one file; name two")
+
+
+def check_folders(**paths: Path | None) -> None:
+    """Refuse, before there is anything to put into them, folders that cannot be written or made.
+
+    Parameters
+    ----------
+    paths : by the names of their options.
+
+    Raises
+    ------
+    ValueError
+        For a file, and for what cannot be written.
+    """
+    for said, path in _given(paths):
+        if os.path.exists(path) and not path.is_dir():
+            raise ValueError(f"{said} is a file; name a folder")
+        _check_place(said, path)
+
+
+def _given(paths: Mapping[str, Path | None]) -> Iterator[tuple[str, Path]]:
+    """Each path with its option, as the user wrote them."""
+    for name, path in paths.items():
+        if path is not None:
+            yield f"--{name.replace('_', '-')} {path}", path
+
+
+def _check_place(said: str, path: Path) -> None:
+    """Refuse what is there and may not be written, and what is not there and cannot be made."""
+    # os.path, unlike Path, takes what is behind a closed folder as missing
+    there = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
+    if there != path and not there.is_dir():
+        raise ValueError(f"{said} cannot be written, because {there} is a file; name a place in a folder")
+    if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK):
+        raise ValueError(f"{said} cannot be written, because {there} may not be changed here; name another place")
 
 
 _START = re.compile(rb'\s*\{\s*"schema"')

@@ -159,6 +159,7 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
     module, _, attribute = name.partition(":")
     if not attribute or name in BUILT_IN:
         module, attribute = target.function.__module__, target.function.__qualname__
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         _TEMPLATE.format(
             name=name,

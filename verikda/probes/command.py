@@ -18,12 +18,12 @@ from verikda import show
 from verikda.checking import FAIL, NOTHING, PASS
 from verikda.choose import choose_listed
 from verikda.environment import environment
-from verikda.finding import Finding, check_folder, message
+from verikda.finding import Finding, message
 from verikda.probes.drift import Drift, drift_case, drifts
 from verikda.probes.frontier import KINDS, Frontier, frontiers
 from verikda.probes.pool import pool_machine
 from verikda.probes.pool_run import EXAMPLES, STEPS, PoolReport, run_pool
-from verikda.record import Record
+from verikda.record import Record, check_folders, check_outputs
 from verikda.run_case import CaseReport
 from verikda.targets import resolve
 from verikda.targets.base import Target
@@ -70,7 +70,8 @@ def probe_command(
 ) -> int:
     """Run the probes on one target, print a table for each; the exit status."""
     chosen = choose_listed("--only", "probe", PROBES, only)
-    check_folder(findings)
+    check_outputs(json=json_path)
+    check_folders(findings=findings)
     target = resolve(target_name, contract=contract)
     if only is not None and "pool" in chosen:
         pool_machine(target)  # says why it cannot be asked for here

@@ -12,7 +12,8 @@ from rich.markup import escape
 from verikda import show
 from verikda.case import Case
 from verikda.checks import Failure, named
-from verikda.finding import Finding, check_folder
+from verikda.finding import Finding
+from verikda.record import check_folders
 from verikda.run_case import run_case
 from verikda.targets import resolve
 from verikda.targets.base import Target
@@ -87,7 +88,7 @@ def known_faults(name: str, names: list[str], findings: Path) -> int:
     """
     out = show.console()
     target = resolve(name)
-    check_folder(findings)
+    check_folders(findings=findings)
     results: list[Known] = []
     files: dict[Path, list[str]] = {}
     try:
