@@ -58,7 +58,7 @@ def check_outputs(**paths: Path | None) -> None:
     """
     seen: dict[Path, str] = {}
     for said, path in _given(paths):
-        if path.is_dir():
+        if os.path.isdir(path):
             raise ValueError(f"{said} is a folder; name a file in it")
         _check_place(said, path)
         other = seen.setdefault(path.resolve(), said)
@@ -79,7 +79,7 @@ def check_folders(**paths: Path | None) -> None:
         For a file, and for what cannot be written.
     """
     for said, path in _given(paths):
-        if os.path.exists(path) and not path.is_dir():
+        if os.path.exists(path) and not os.path.isdir(path):
             raise ValueError(f"{said} is a file; name a folder")
         _check_place(said, path)
 
@@ -95,9 +95,9 @@ def _check_place(said: str, path: Path) -> None:
     """Refuse what is there and may not be written, and what is not there and cannot be made."""
     # os.path, unlike Path, takes what is behind a closed folder as missing
     there = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
-    if there != path and not there.is_dir():
+    if there != path and not os.path.isdir(there):
         raise ValueError(f"{said} cannot be written, because {there} is a file; name a place in a folder")
-    if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK):
+    if not os.access(there, os.W_OK | os.X_OK if os.path.isdir(there) else os.W_OK):
         raise ValueError(f"{said} cannot be written, because {there} may not be changed here; name another place")
 
 
