@@ -111,7 +111,11 @@ def main(context: click.Context) -> None:
     help=f"Folder of worst cases, tried first; {DEFAULT_WORST} if it exists.",
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that share the cases."
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that share the cases; with 1, a target that crashes its process ends the whole run.",
 )
 @click.option(
     "--summary", "summary_path", type=click.Path(path_type=Path), help="Append one line with the outcome to this file."

@@ -126,7 +126,7 @@ def recorded(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Command line; exit status 0 without a failure, 1 with one, 2 if interrupted before the first share ended."""
+    """Command line; exit status 0 without a failure, 1 with one, 2 if a process crashed or no share ended."""
     parser = argparse.ArgumentParser(description="Healthy implementations judged on random cases: limit 4, no failure.")
     parser.add_argument("--target", default="emulator", help="emulator, zoo, or any target that is known to be healthy")
     parser.add_argument("--contract", help="judge it under this contract instead of the one it declares")
@@ -146,6 +146,7 @@ def main(words: list[str] | None = None) -> int:
         record = Record(given.json)
     except (TargetError, ValueError) as error:
         parser.error(str(error))
+    lost = 0
     if given.table:
         lines = recorded(given.table)
     else:
@@ -162,9 +163,12 @@ def main(words: list[str] | None = None) -> int:
             print(f"interrupted after {len(lines)} of {len(sizes)} shares")
             if not lines:
                 return 2
+        except ChildProcessError as error:
+            print(f"{error}; {len(lines)} of {len(sizes)} shares have ended")
+            lost = 2
         record.close()
     print(table(lines))
-    return int(any(line["failures"] for line in lines))
+    return 1 if any(line["failures"] for line in lines) else lost
 
 
 if __name__ == "__main__":

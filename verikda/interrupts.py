@@ -7,23 +7,25 @@ not hear Ctrl-C, which a terminal sends to all of them, and end when this proces
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import FrameType
+from typing import Any
 
 from verikda.threads import one_thread
 
 SAME = 1.0
 """Seconds in which a second signal is part of the first request: `timeout` signals its command, then the group."""
+ALONE = "run with --jobs 1 to see where"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -113,10 +115,24 @@ class Worker(SpawnProcess):
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Workers(SpawnContext):
-    """`multiprocessing` with `Worker` as its process."""
+def how_ended(code: int | None) -> str:
+    """An exit code of a process in words."""
+    if code is not None and code < 0:
+        return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"ended with exit status {code}"
 
-    Process = Worker
+
+class Workers(SpawnContext):
+    """`multiprocessing` with `Worker` as its process; `made` are those of this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Worker] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> Worker:  # type: ignore[override]
+        """A worker that has not been started."""
+        self.made.append(Worker(*args, **kwargs))
+        return self.made[-1]
 
 
 @contextmanager
@@ -127,12 +143,23 @@ def processes(jobs: int, initializer: Callable[[], None] | None = None) -> Itera
     ----------
     jobs : how many.
     initializer : runs first in each of them.
+
+    Raises
+    ------
+    ChildProcessError
+        When one of them ends before its work; the others are ended too.
     """
-    with ProcessPoolExecutor(jobs, mp_context=Workers(), initializer=initializer) as pool:
+    workers = Workers()
+    with ProcessPoolExecutor(jobs, mp_context=workers, initializer=initializer) as pool:
         try:
             yield pool
+        except BrokenProcessPool:
+            pool.shutdown()
+            codes = [process.exitcode for process in workers.made]
+            # the pool ends the others by SIGTERM
+            code = next((c for c in codes if c not in (0, -signal.SIGTERM)), -signal.SIGTERM)
+            raise ChildProcessError(f"one of {jobs} processes {how_ended(code)} before its work; {ALONE}") from None
         except BaseException:
-            for process in multiprocessing.active_children():
-                if isinstance(process, Worker):
-                    process.kill()  # what they were at is lost in any case, and waiting for it may take minutes
+            for process in workers.made:
+                process.kill()  # what they were at is lost in any case, and waiting for it may take minutes
             raise

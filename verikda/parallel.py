@@ -11,12 +11,14 @@ from multiprocessing.connection import Connection, wait
 
 from verikda.case import Case
 from verikda.finding import Finding
-from verikda.interrupts import Worker, Workers, held, interrupt, on_stop
+from verikda.interrupts import Worker, Workers, held, how_ended, interrupt, on_stop
 from verikda.run_case import CaseReport
 from verikda.search import Search, Settings, Summary
 
 ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit status of a share that SIGTERM has ended: before it began, and after it kept what it had."""
+LOOK = 1.0
+"""Seconds without a message after which it is looked whether the processes are alive."""
 
 
 def search_part(
@@ -29,12 +31,13 @@ def search_part(
 ) -> None:
     """Run one share in this process: every n-th case of the fixed start, then cases of its own seed.
 
-    SIGTERM ends the search in a way that keeps what it found, and then the process, with a status in `ENDED`.
+    The last thing sent is None: without it the share has not come to its end. SIGTERM ends the search in a way that
+    keeps what it found, and then the process, with a status in `ENDED`.
     """
     from verikda.checks import named
     from verikda.targets import resolve
 
-    def send(message: CaseReport | Finding) -> None:
+    def send(message: CaseReport | Finding | None) -> None:
         with held():  # half a message is none
             try:
                 pipe.send(message)
@@ -46,6 +49,7 @@ def search_part(
         own = replace(settings, checks=named(checks))
         target = resolve(name, contract=contract)
         if not Search(target, own, first=first[part::parts], on_report=send, on_finding=send).run().interrupted:
+            send(None)
             return
     sys.exit(ENDED[1])
 
@@ -58,22 +62,33 @@ def search_all(
     first: tuple[Case, ...],
     on_report: Callable[[CaseReport], None],
     on_finding: Callable[[Finding], None],
+    on_lost: Callable[[str], None],
 ) -> Summary:
     """Run `jobs` shares at once and add up what they report. Call it from the main thread.
 
+    A share whose process ends before it does, as in a crash of the target, does not end the others: `on_lost` gets
+    which one it was and how it ended.
+
     The first Ctrl-C or SIGTERM asks the processes to end their search, the second one kills them. One that is asked by
     somebody else ends the search of all.
-
-    Raises
-    ------
-    ChildProcessError
-        When a process ends before its share does; what it had reported has been passed on.
     """
     whole = Summary(name)
     seen: set[tuple[str, str]] = set()
     workers: dict[Connection, Worker] = {}
+    complete: set[Connection] = set()
     checks = tuple(c.name for c in settings.checks)
     light = replace(settings, checks=())  # checks hold functions; their names travel instead
+
+    def end(pipe: Connection) -> None:
+        process = workers.pop(pipe)
+        process.join()
+        pipe.close()
+        if whole.interrupted or pipe in complete:
+            return
+        if process.exitcode in ENDED:
+            stop()
+        else:
+            on_lost(f"{process.name} {how_ended(process.exitcode)} in the middle of its cases")
 
     def stop() -> None:
         for process in workers.values():
@@ -88,27 +103,28 @@ def search_all(
             for part in range(jobs):
                 here, there = Workers().Pipe(duplex=False)
                 own = replace(light, part=(part, jobs))
-                process = Worker(target=search_part, args=(there, name, contract, own, checks, first))
+                words = (there, name, contract, own, checks, first)
+                process = Worker(target=search_part, args=words, name=f"share {part + 1} of {jobs}")
                 process.start()
                 there.close()
                 workers[here] = process
                 if whole.interrupted:  # while it was started
                     process.terminate()
             while workers:
-                for pipe in wait(list(workers)):
+                ready = wait(list(workers), LOOK)
+                for pipe in ready or [p for p, process in workers.items() if not process.is_alive()]:
                     assert isinstance(pipe, Connection)
                     try:
-                        message = pipe.recv()
+                        message = _received(pipe)
                     except (EOFError, OSError):  # the latter in the middle of a message
-                        if _end(workers, pipe, whole.interrupted) and not whole.interrupted:
-                            stop()
+                        end(pipe)
                         continue
-                    if isinstance(message, CaseReport):
+                    if message is None:
+                        complete.add(pipe)
+                    elif isinstance(message, CaseReport):
                         whole.add(message)
                         on_report(message)
-                        continue
-                    kinds = {(message.check, f.output) for f in message.failures}
-                    if not kinds <= seen:
+                    elif not (kinds := {(message.check, f.output) for f in message.failures}) <= seen:
                         seen |= kinds
                         whole.findings.append(message)
                         on_finding(message)
@@ -118,16 +134,15 @@ def search_all(
     return whole
 
 
-def _end(workers: dict[Connection, Worker], pipe: Connection, interrupted: bool) -> bool:
-    """Take leave of the process whose pipe has ended; whether it was asked to end."""
-    process = workers.pop(pipe)
-    process.join()
-    pipe.close()
-    if process.exitcode in ENDED:
-        return True
-    if process.exitcode and not interrupted:
-        raise ChildProcessError(
-            f"a process of the search ended with exit status {process.exitcode} in the middle of its share; "
-            "run with --jobs 1 to see where"
-        )
-    return False
+def _received(pipe: Connection) -> CaseReport | Finding | None:
+    """The next message of a process that has sent one, or has ended.
+
+    Raises
+    ------
+    EOFError
+        When it has ended: its end of the pipe may still be open, in a process that the target forked.
+    """
+    if not pipe.poll():
+        raise EOFError
+    message: CaseReport | Finding | None = pipe.recv()
+    return message

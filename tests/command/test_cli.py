@@ -232,18 +232,6 @@ def test_two_processes_share_the_cases_of_one() -> None:
     assert len(both[0]) == 6
 
 
-def test_a_process_that_dies_is_no_pass() -> None:
-    pytest.importorskip("torch", reason="the function takes torch tensors")
-    Path("dying.py").write_text("import os\n\ndef chunk_kda(q, k, v, g, beta):\n    os._exit(7)\n")
-    run = process("check", "dying:chunk_kda", "--jobs", 2, "--cases", 4, "--json", "run.jsonl")
-    assert run.returncode == 2, run.stdout + run.stderr
-    assert run.stderr == (
-        "verikda: a process of the search ended with exit status 7 in the middle of its share; "
-        "run with --jobs 1 to see where\n"
-    )
-    assert [line["kind"] for line in strict(Path("run.jsonl"))] == ["run"]
-
-
 def test_brackets_of_an_extra_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """`verikda[cuda13]` in a table is text, not a style."""
     from verikda import doctor

@@ -99,9 +99,12 @@ def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None,
                 keep(line)
             step(str(some[0].get("series") or some[0].get("claim") or some[0]["kind"]) if some else "")
 
-        whole = measure_all(names, todo, jobs, on_lines)
-    keep({"kind": "end", "interrupted": not whole, "lines": len(lines) - 1})
-    record.close()
+        whole = False
+        try:
+            whole = measure_all(names, todo, jobs, on_lines)
+        finally:  # also where a process of it crashed
+            keep({"kind": "end", "interrupted": not whole, "lines": len(lines) - 1})
+            record.close()
     if not whole and len(lines) == 2:  # the first and the last one
         raise KeyboardInterrupt
     return lines

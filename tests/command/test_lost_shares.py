@@ -1,0 +1,126 @@
+"""A target that takes its process with it, under --jobs: what is said, what is kept, and that nothing waits for it.
+
+What could go wrong here: a pass although cases were never run, findings of the other processes lost, a traceback, a
+command that waits for a process that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verikda.finding import load_case
+
+ROOT = Path(__file__).parents[2]
+TARGET = """
+import os, signal, time
+from pathlib import Path
+from verikda.zoo.faults import Fault
+from verikda.zoo.target import ZooTarget
+
+class Dying(ZooTarget):
+    calls = 0
+    def __init__(self):
+        super().__init__(Fault.{fault})
+    def run(self, call):
+        self.calls += 1
+        if self.calls == 3:
+            try:
+                Path("died").touch(exist_ok={all})
+            except FileExistsError:
+                pass
+            else:
+                {end}
+        return super().run(call)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(end: str, *words: str, fault: str = "NONE", everyone: bool = False) -> subprocess.CompletedProcess[str]:
+    """A command on a target whose third call is `end`: in the first process that makes it, or in every one."""
+    Path("dying.py").write_text(TARGET.format(end=end, fault=fault, all=everyone))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words, "--jobs", "2", "--json", "run.jsonl"]
+    with Path("out").open("w") as out, Path("err").open("w") as err:  # a pipe would wait for what the target forked
+        done = subprocess.run(command, stdout=out, stderr=err, env=env, timeout=60, check=False)
+    assert "Traceback" not in Path("err").read_text()
+    return subprocess.CompletedProcess(command, done.returncode, Path("out").read_text(), Path("err").read_text())
+
+
+def record() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("run.jsonl").read_text().splitlines()]
+
+
+CHECK = ("verikda", "check", "dying:Dying", "--cases", "16", "--checks", "floor")
+ENDS = {
+    "os._exit(7)": "ended with exit status 7",
+    "os._exit(0)": "ended with exit status 0",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "was ended by signal 11 (Segmentation fault)",
+}
+
+
+@pytest.mark.parametrize(("end", "says"), ENDS.items(), ids=["7", "0", "SEGV"])
+def test_the_other_share_goes_on_and_the_search_is_no_pass(end: str, says: str) -> None:
+    done = run(end, *CHECK)
+    assert (done.returncode, done.stderr) == (2, "")
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("share "))
+    assert line.endswith(f" of 2 {says} in the middle of its cases; run with --jobs 1 to see where")
+    last = record()[-1]
+    assert (last["kind"], last["verdict"], last["interrupted"]) == ("end", "inconclusive", False)
+    assert [line.startswith(text) for text in last["lost"]] == [True]
+    assert last["verdicts"] == {"pass": 8 + 2}, "the share of the other, and what this one had run"
+    assert "inconclusive  zoo:NONE: 10 cases" in done.stdout
+    assert "(1 shares lost)" in done.stdout
+
+
+def test_what_the_others_find_is_kept() -> None:
+    done = run("os._exit(7)", *CHECK, fault="DV_OFF")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "share " in done.stdout
+    assert record()[-1]["verdict"] == "fail"
+    (found,) = Path("verikda-findings").glob("*.json")
+    assert load_case(found)[2] == "floor"
+
+
+def test_a_search_that_loses_every_share_ends() -> None:
+    done = run("os._exit(7)", *CHECK, everyone=True)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert len(record()[-1]["lost"]) == 2
+
+
+def test_a_process_that_the_target_has_forked_keeps_nobody_waiting() -> None:
+    """It holds open what tells of the end of the one that forked it."""
+    end = "os._exit(7) if os.fork() else (Path('pid').write_text(str(os.getpid())), time.sleep(200))"
+    try:
+        done = run(end, *CHECK)
+    finally:
+        os.kill(int(Path("pid").read_text()), signal.SIGKILL)
+    assert done.returncode == 2
+    assert "ended with exit status 7" in done.stdout
+
+
+def test_false_alarm_shows_the_shares_that_have_ended() -> None:
+    done = run("os._exit(7)", "verikda.false_alarm", "--target", "dying:Dying", "--cases", "8", everyone=True)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout.startswith("one of 2 processes ended with exit status 7 before its work; ")
+    assert "0 of 1 shares have ended" in done.stdout
+
+
+def test_a_report_keeps_its_record_and_says_how() -> None:
+    done = run("os._exit(7)", "verikda", "report", "dying:Dying", everyone=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "verikda: one of 2 processes ended with exit status 7 before its work; run with --jobs 1 to see where\n"
+    )
+    assert (record()[0]["kind"], record()[-1]["kind"], record()[-1]["interrupted"]) == ("report", "end", True)
