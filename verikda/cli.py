@@ -297,17 +297,17 @@ def doctor() -> int:
     return doctor_command()
 
 
-def _only_json() -> None:
-    """Refuse, with `bench --cpu`, what it would not heed."""
+def _refuse_others(why: str, *heeded: str) -> None:
+    """Refuse what the command line says beside the parameters `heeded`, because it would not be heeded."""
     context = click.get_current_context()
     said = [
         p.opts[0].upper() if isinstance(p, click.Argument) else p.opts[0]
         for p in context.command.params
-        if p.name not in (None, "cpu", "json_path")
+        if p.name not in (None, *heeded)
         and context.get_parameter_source(p.name or "") is click.core.ParameterSource.COMMANDLINE
     ]
     if said:
-        raise ValueError(f"--cpu times the verifier itself and takes nothing but --json; leave out {', '.join(said)}")
+        raise ValueError(f"{why}; leave out {', '.join(said)}")
 
 
 @main.command()
@@ -328,7 +328,7 @@ def _only_json() -> None:
 def bench(targets: tuple[str, ...], cpu: bool, json_path: Path | None, **options: Any) -> int:
     """Time TARGETS (verikda, fla, fla:safe, cudnn, jla, flashkda; all if left out) on a GPU, after checking each."""
     if cpu:
-        _only_json()
+        _refuse_others("--cpu times the verifier itself and takes nothing but --json", "cpu", "json_path")
         from verikda.bench.cpu import cpu_command
         from verikda.record import check_outputs
 
@@ -368,6 +368,9 @@ def report(
     TARGETS are names that `verikda check` takes (`verikda` if left out). Exit status 0 if every case passed, 1 if
     one failed, 2 if nothing could be told.
     """
+    if sources:
+        why = "--from renders what earlier runs measured, runs nothing, and goes with --html and --markdown only"
+        _refuse_others(why, "sources", "html", "markdown")
     from verikda.report.command import report_command
 
     return report_command(

@@ -36,14 +36,10 @@ def report_command(
     Raises
     ------
     ValueError
-        For targets together with files, an unknown grid, or files that are none.
+        For an unknown grid, or files that are none.
     TargetError
         For a target that cannot be used.
     """
-    if sources and targets:
-        raise ValueError("--from renders what earlier runs measured and takes no TARGETS; leave out one of the two")
-    if sources and json_path is not None:
-        raise ValueError("--json gets what a run measures, and --from runs nothing; leave out one of the two")
     chosen = choose_one("grid", GRIDS, grid)
     if html is not None or markdown is not None:
         _need_jinja()
