@@ -17,8 +17,9 @@ from oracles.problem import Problem
 from oracles.recurrence import forward_reverse
 from oracles.rounding import round_to
 from verikda.blocks import SMALLEST, blocks_of
-from verikda.floor import LIMIT, judge
-from verikda.noise import output_noise
+from verikda.floor import LIMIT, _Error, judge
+from verikda.noise import OutputNoise, output_noise
+from verikda.snippet import _weight
 
 
 def problem(seed: int = 0, lengths: tuple[int, ...] = (40, 0, 9), tail: int = 3, H: int = 1, HV: int = 2, K: int = 8,
@@ -174,6 +175,27 @@ def test_infinity_beside_the_largest_number_is_within_the_noise() -> None:
     out = {"o": healthy(p, "float16")["o"]}
     out["o"][at] = np.copysign(np.inf, truth[at])
     assert verdict(p, out, "float16").verdict == "fail"
+
+
+def test_a_standalone_script_lets_the_same_infinities_pass() -> None:
+    """One element just below the largest number in a block that is noisier than it is, and one run that overflows."""
+    p = problem(dtype="float16", lengths=(32,), tail=0, HV=1)
+    truth = np.ones((1, 32, 1, 8))
+    truth[0, [3, 20], 0, 0] = 65472.0
+    truth[0, 30, 0, 5] = 7e4
+    noise = OutputNoise("o", truth, "float16", p, contract_for("float16"))
+    run = truth + np.where(truth == 1, 100.0, 0.0)
+    run[0, 25, 0, 2] = np.nan
+    noise.add(run[None], np.ones(1))
+    fails = np.zeros(truth.shape, bool)
+    for at in np.ndindex(truth.shape):
+        result = truth.copy()
+        result[at] = np.inf
+        with np.errstate(invalid="ignore"):
+            fails[at] = _Error("o", result, noise).judge(LIMIT).verdict == "fail"
+    assert [tuple(at) for at in np.argwhere(~fails)] == [(0, 3, 0, 0), (0, 25, 0, 2), (0, 30, 0, 5)]
+    np.testing.assert_array_equal(_weight(noise) == 2, fails)
+    np.testing.assert_array_equal(_weight(noise) == 0, truth > 65520)
 
 
 def test_overflow_of_the_contract_is_inconclusive() -> None:

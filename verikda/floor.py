@@ -32,13 +32,10 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from oracles.contract import Contract
 from oracles.problem import Array, Problem
 from oracles.recurrence import forward, forward_reverse, growth, is_stable
-from verikda.blocks import spread
-from verikda.dtypes import round_to
 from verikda.noise import CONFIRMED, Floor, OutputNoise
 
 Verdict = Literal["pass", "fail", "inconclusive"]
@@ -217,8 +214,7 @@ class _Error:
         noise = self.noise.per_block
         known = np.isfinite(noise)
         if self.bad.any():
-            bad = self.bad & np.isfinite(self.noise.per_element) & ~self._may_overflow(noise, limit)
-            bad &= ~spread(self.noise.overflows[self.blocks.labels], bad.ndim)
+            bad = self.bad & ~self.noise.excuses(self.actual, limit)
             if bad.any():
                 at = np.unravel_index(int(np.argmax(bad)), bad.shape)
                 what = f"{int(bad.sum())} values are not finite where float64 is"
@@ -241,14 +237,6 @@ class _Error:
             n = int(len(known) - known.sum())
             return self._found(at, ratio, noise, "inconclusive", f"the contract itself overflows in {n} blocks", limit)
         return self._found(at, ratio, noise, "pass", "", limit)
-
-    def _may_overflow(self, noise: Array, limit: float) -> npt.NDArray[np.bool_]:
-        """Where an infinity of the right sign is within the limit of a truth just below the largest number."""
-        mean = spread((noise / np.maximum(self.blocks.count, 1))[self.blocks.labels], self.truth.ndim)
-        reach = np.abs(self.truth) + limit * np.sqrt(np.maximum(self.noise.per_element, mean))
-        beyond = np.isinf(round_to(np.where(self.noise.representable, reach, 0.0), self.noise.dtype))
-        within: npt.NDArray[np.bool_] = beyond & (self.actual == np.copysign(np.inf, self.truth))
-        return within
 
     def _found(
         self, at: tuple[np.intp, ...], ratio: float, noise: Array, verdict: Verdict, what: str, limit: float

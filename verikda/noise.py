@@ -14,7 +14,7 @@ from oracles.chunked import emulate
 from oracles.contract import Contract
 from oracles.noisy import FLUSH, UNIT
 from oracles.problem import Array, Problem
-from verikda.blocks import blocks_of
+from verikda.blocks import blocks_of, spread
 from verikda.dtypes import round_to, ulp
 
 CONFIRMED = (16, 64)
@@ -105,6 +105,30 @@ class OutputNoise:
         mean = self.blocks.sum(self._sum) / self.runs
         noise = np.maximum(mean, self._largest / 4) + self.blocks.sum(self.own)
         return np.where(self.overflows, np.inf, noise)
+
+    def excuses(self, infinite: Array, limit: float) -> npt.NDArray[np.bool_]:
+        """Where a value that is not finite is no failure.
+
+        The truth, or the contract's own result, is not finite there either; or it is an infinity of the right sign,
+        within the limit of a truth just below the largest number.
+
+        Parameters
+        ----------
+        infinite : the values; those that are finite are not asked about.
+        limit : largest ratio that passes.
+        """
+        mean = self._spread(self.per_block / np.maximum(self.blocks.count, 1))
+        reach = np.abs(self.truth) + limit * np.sqrt(np.maximum(self.per_element, mean))
+        near = np.isinf(round_to(np.where(self.representable, reach, 0.0), self.dtype))
+        known = np.isfinite(self.per_element) & ~self._spread(self.overflows)
+        right = infinite == np.copysign(np.inf, self.truth)
+        excused: npt.NDArray[np.bool_] = ~(self.representable & known) | near & right
+        return excused
+
+    def _spread(self, of_blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The value of each element's block."""
+        found: npt.NDArray[Any] = spread(of_blocks[self.blocks.labels], self.truth.ndim)
+        return found
 
 
 class Floor:

@@ -14,9 +14,7 @@ import numpy as np
 from oracles.contract import Contract
 from oracles.problem import Array, Problem
 from oracles.recurrence import forward, forward_reverse, growth, is_stable
-from verikda.blocks import spread
 from verikda.call import Call, Crashed, Malformed, Refused
-from verikda.dtypes import round_to
 from verikda.floor import GROWTH_LIMIT, LIMIT
 from verikda.noise import Floor, OutputNoise
 from verikda.targets.base import Target, TargetError
@@ -98,12 +96,8 @@ def _noise(
 
 def _weight(noise: OutputNoise) -> Array:
     """0 where float64 overflows the output's dtype, 2 where the result must be finite, 1 elsewhere."""
-    representable = noise.representable
-    per_element = np.where(np.isfinite(noise.per_element), noise.per_element, np.inf)
-    reach = np.abs(noise.truth) + LIMIT * np.sqrt(per_element)
-    near = np.isinf(round_to(np.where(representable, reach, 0.0), noise.dtype))
-    known = ~(near | spread(~np.isfinite(noise.per_block)[noise.blocks.labels], near.ndim))
-    weight: Array = np.where(representable, np.where(known, 2.0, 1.0), 0.0)
+    excused = noise.excuses(np.copysign(np.inf, noise.truth), LIMIT)
+    weight: Array = np.where(noise.representable, np.where(excused, 1.0, 2.0), 0.0)
     return weight
 
 
