@@ -7,6 +7,7 @@ import shutil
 import sys
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -97,6 +98,17 @@ def test_a_process_that_hangs_dies_or_says_nothing_is_a_failure() -> None:
     assert python("pass")["verdict"] == "fail"
     good = 'print("noise"); print(\'{"verdict": "pass", "says": "s", "numbers": {}}\'); print("more")'
     assert python(good) == {"verdict": "pass", "says": "s", "numbers": {}}
+
+
+def test_what_an_item_has_started_ends_with_it(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    assert run_item("graph", [sys.executable, "-c", starts], 3)["says"] == "did not end within 3 s"
+    words = Path("/proc", pid.read_text(), "cmdline")
+    last = monotonic() + 10
+    while words.exists() and words.read_bytes():  # a process that nobody asks about any more has no words
+        assert monotonic() < last, "it is left behind"
 
 
 def test_every_item_has_a_title_a_limit_and_a_function() -> None:

@@ -1,7 +1,8 @@
 """What only a GPU can show of verikda's kernels: `python -m verikda.evidence --json reports/h200/evidence.jsonl`.
 
 Each item runs in a process of its own under a time limit, so that a hang or a broken device ends one item, and appends
-one line with its numbers, the device and the hash of the kernel sources. `proven` reads those lines back.
+one line with its numbers, the device and the hash of the kernel sources. `proven` reads those lines back. Ctrl-C and
+SIGTERM end a run early: items that have ended are recorded, those that run are ended.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from kernels_cuda.sources import source_hash
 from verikda.environment import environment
+from verikda.interrupts import held, on_stop
 
 FOLDER = Path(__file__).resolve().parents[1] / "reports" / "h200"
 ITEMS: dict[str, tuple[str, int]] = {
@@ -95,7 +99,7 @@ def run_item(item: str, command: Sequence[str] | None = None, limit: float | Non
     # each tensor an allocation of its own, so that a read past its end is one past the allocation's
     environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if item in SANITIZERS else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environ)
+        done = _ended(command, seconds, environ)
     except FileNotFoundError:
         return {
             "verdict": NOT_RUN,
@@ -115,6 +119,73 @@ def run_item(item: str, command: Sequence[str] | None = None, limit: float | Non
             return result
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return {"verdict": FAIL, "says": f"ended with status {done.returncode}: {last}", "numbers": {}}
+
+
+_running: set[subprocess.Popen[str]] = set()
+"""Processes of items that run now."""
+
+
+def _ended(command: Sequence[str], seconds: float, environ: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end, and whatever it has started: a sanitizer runs the item as a process of its own.
+
+    Raises
+    ------
+    FileNotFoundError
+        When there is no such program.
+    subprocess.TimeoutExpired
+        When it does not end in time.
+    """
+    pipe = subprocess.PIPE
+    # a session of its own does not hear the Ctrl-C of a terminal, and ends as one
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ, start_new_session=True) as process:
+        _running.add(process)
+        try:
+            stdout, stderr = process.communicate(timeout=seconds)
+        except BaseException:
+            _kill(process)
+            raise
+        finally:
+            _running.discard(process)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_items(items: Sequence[str], keep: Callable[[str, dict[str, Any]], None]) -> None:
+    """Run items and hand on what `run_item` says of each, in order.
+
+    Ctrl-C and SIGTERM end those that run; those that had ended are still handed on.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        When it was ended early.
+    """
+    # Two at a time: the float64 truth of the first takes the CPU for about a minute, the others mostly the GPU.
+    pool = ThreadPoolExecutor(2)
+    left = [(item, pool.submit(run_item, item)) for item in items]
+    with on_stop():
+        try:
+            while left:
+                item, future = left[0]
+                result = future.result()
+                with held():  # what is taken out is handed on
+                    del left[0]
+                    keep(item, result)
+        except KeyboardInterrupt:
+            with held():
+                ended = [(item, future.result()) for item, future in left if future.done()]
+                for _, future in left:
+                    future.cancel()
+                while wait([future for _, future in left], timeout=0.1).not_done:
+                    for process in list(_running):  # also one that was only starting
+                        _kill(process)
+                for item, result in ended:
+                    keep(item, result)
+            raise
 
 
 def item_command(item: str) -> list[str]:
@@ -144,7 +215,7 @@ def alone(item: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the items; 0 where all passed, 1 where one failed, 2 where one could not run or there is no GPU."""
+    """Run the items; 0 where all that ended passed, 1 where one failed, 2 where one could not run or none ended."""
     parser = argparse.ArgumentParser(prog="python -m verikda.evidence", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="append every result to this JSON Lines file")
     parser.add_argument("--items", default=",".join(ITEMS), help=f"comma-separated, of {', '.join(ITEMS)}")
@@ -161,27 +232,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.item:
         print(json.dumps(plain(alone(given.item)), allow_nan=False), flush=True)
         return 0
-    try:
-        check_outputs(json=given.json)
-        device = str(cuda_torch().cuda.get_device_name())
-        record = Record(given.json)
-    except (NoGpuError, ValueError) as error:
-        print(f"verikda: {error}", file=sys.stderr)
-        return 2
     verdicts = []
-    # Two at a time: the float64 truth of the first takes the CPU for about a minute, the others mostly the GPU.
-    pool = ThreadPoolExecutor(2)
-    for item, result in zip(items, pool.map(run_item, items), strict=True):
-        verdicts.append(result["verdict"])
-        mark = "not run:" if result["verdict"] == NOT_RUN else result["verdict"].upper()
-        print(f"{mark} {ITEMS[item][0]}: {result['says']}", flush=True)
-        record.write(
-            {"kind": "evidence", "item": item, "title": ITEMS[item][0], **result, "device": device,
-             "kernels": source_hash(), "time": datetime.now(UTC).isoformat(timespec="seconds"),
-             "environment": environment()}
-        )  # fmt: skip
-    record.close()
-    return 1 if FAIL in verdicts else 2 if NOT_RUN in verdicts else 0
+    try:
+        with on_stop():
+            try:
+                check_outputs(json=given.json)
+                device = str(cuda_torch().cuda.get_device_name())
+                record = Record(given.json)
+            except (NoGpuError, ValueError) as error:
+                print(f"verikda: {error}", file=sys.stderr)
+                return 2
+
+            def keep(item: str, result: dict[str, Any]) -> None:
+                verdicts.append(result["verdict"])
+                mark = "not run:" if result["verdict"] == NOT_RUN else result["verdict"].upper()
+                print(f"{mark} {ITEMS[item][0]}: {result['says']}", flush=True)
+                record.write(
+                    {"kind": "evidence", "item": item, "title": ITEMS[item][0], **result, "device": device,
+                     "kernels": source_hash(), "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                     "environment": environment()}
+                )  # fmt: skip
+
+            run_items(items, keep)
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(verdicts)} of {len(items)} items")
+    return 1 if FAIL in verdicts else 2 if NOT_RUN in verdicts or not verdicts else 0
 
 
 if __name__ == "__main__":

@@ -162,6 +162,61 @@ def test_other_commands_end_as_well(name: str, number: signal.Signals, group: bo
         assert (run.lines[-1]["kind"], run.lines[-1]["interrupted"]) == ("end", True)
 
 
+EVIDENCE = """
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+from verikda import bench, evidence
+
+CODES = {
+    "long": "print('{\\"verdict\\": \\"%s\\", \\"says\\": \\"s\\", \\"numbers\\": {}}')",
+    "many": "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(90)']);"
+    "open('many', 'w'); time.sleep(90)",
+    "large": "print('{\\"verdict\\": \\"pass\\", \\"says\\": \\"s\\", \\"numbers\\": {}}')",
+    "repeat": "import time; open('repeat', 'w'); time.sleep(90)",
+    "graph": "open('graph', 'w')",
+}
+bench.cuda_torch = lambda: Mock(cuda=Mock(get_device_name=lambda: "none"))
+evidence.item_command = lambda item: [sys.executable, "-c", CODES[item]]
+sys.exit(evidence.main(["--json", "run.jsonl", "--items", ",".join(CODES)]))
+"""
+
+
+@pytest.mark.parametrize(("verdict", "status"), [("pass", 0), ("fail", 1)])
+@SOME
+def test_evidence_records_what_has_ended_and_ends_the_rest(
+    verdict: str, status: int, number: signal.Signals, group: bool
+) -> None:
+    """The first item has been told, the third has ended behind the second, the fourth runs, the last is never begun."""
+    Path("fake_evidence.py").write_text(EVIDENCE.replace("%s", verdict))
+    with started("evidence", "fake_evidence") as run:
+        last = time.monotonic() + 60
+        while not (Path("many").exists() and Path("repeat").exists()):
+            assert time.monotonic() < last
+            time.sleep(0.1)
+        os.kill(run.pid, number)
+        if group:
+            os.killpg(run.pid, number)
+        begun = time.monotonic()
+        result = ended(run)
+    assert time.monotonic() - begun < 30
+    assert (result.status, result.stderr) == (status, "")
+    assert result.stdout.splitlines()[-1] == "interrupted after 2 of 5 items"
+    assert [line["item"] for line in result.lines] == ["long", "large"]
+    assert not Path("graph").exists()
+    last = time.monotonic() + 20
+    while any(same_folder(x) for x in Path("/proc").glob("[0-9]*/cwd")):
+        assert time.monotonic() < last, "a process is left behind"
+        time.sleep(0.1)
+
+
+def same_folder(link: Path) -> bool:
+    """Whether a process other than this one works in the current folder."""
+    with suppress(OSError):
+        return link.parent.name != str(os.getpid()) and link.resolve() == Path.cwd()
+    return False
+
+
 def test_a_comparison_that_has_judged_nothing_shows_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def compare(*_: Any) -> Iterator[Any]:
         raise KeyboardInterrupt
