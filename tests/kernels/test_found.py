@@ -5,7 +5,7 @@ What they were, with the mutation that plants each again:
 - U and W formed with A diag(beta) rounded as one (dg, dA_log, ddt_bias, adjoint, chunk_sizes): CUDA_BETA_IN_A;
 - dA formed with other values of diag(beta) V than U (dg in float16): CUDA_VALUES_OF_ONE_ROUNDING;
 - single decays as differences of sums, in float32 (dq): CUDA_DECAY_FROM_SUMS;
-- decays below 2^-126 that the floor did not let a kernel flush (flushed-decay): `tests/test_floor.py`.
+- decays below 2^-126 that the floor did not let a kernel flush (flushed-decay): `tests/test_floor_noise.py`.
 """
 
 from __future__ import annotations
