@@ -1,7 +1,8 @@
 """JSON Lines, the record of a run: appended and flushed as results come, so that interrupted work keeps what it had.
 
 Each line is one object with `schema` and `kind`: "run" (first: target, settings, environment), "case" (one per
-case), "finding" (one per shrunk failure), "end" (last: counts; missing when the run was killed).
+case), "finding" (one per shrunk failure), "end" (last: counts, and the shares that crashed; missing when the run was
+killed).
 """
 
 from __future__ import annotations
