@@ -6,6 +6,8 @@ Whether a case lies within the capabilities of a target is judged here by a tabl
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections import Counter
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -17,11 +19,12 @@ from hypothesis import strategies as st
 
 from oracles.recurrence import is_stable
 from verikda import knobs, regimes
+from verikda.blocks import SMALLEST
 from verikda.call import Capabilities
 from verikda.case import H0, LAYOUTS, Case
 from verikda.inputs import make_call
 from verikda.permits import permits
-from verikda.strategies import cases, describe, labels, length_class, long_cases, stratified
+from verikda.strategies import cases, coherent_cases, describe, labels, length_class, long_cases, stratified
 
 SMALL = Capabilities(
     dtypes=("bfloat16",), chunk_sizes=(64,), rules=("delta",), gates=(), layouts=("contiguous",), max_k=16, max_v=8,
@@ -136,7 +139,7 @@ def test_cases_are_valid_stable_and_within_limits(case: Case) -> None:
 def test_cases_stay_within_any_capabilities(data: st.DataObject, c: Capabilities) -> None:
     case = data.draw(cases(c, max_tokens=40))
     assert outside(case, c) == []
-    assert all(outside(case, c) == [] for case in stratified(c, 4))
+    assert all(outside(case, c) == [] for case in (*stratified(c, 4), *coherent_cases(c, 2)))
 
 
 def test_nothing_is_drawn_and_thrown_away() -> None:
@@ -242,11 +245,48 @@ def test_long_cases_have_every_tail_and_thousands_of_tokens() -> None:
     assert long.T > 2048
     for case in (tails, long, *long_cases(variant=3)):
         assert (case.dtype, case.h0, case.dht, case.gate_regime) == ("float32", "random", True, "slow")
-        assert case.HV * case.K * case.V <= 16
+    assert tails.HV * tails.K * tails.V <= 16
     (only,) = long_cases(SMALL)
     assert (only.T, only.rule, only.dtype, only.h0) == (2200, "delta", "bfloat16", "none")
     few = long_cases(Capabilities(k_sizes=(128,), v_sizes=(128,)))
     assert {(c.K, c.V) for c in few} == {(128, 128)}
+
+
+@pytest.mark.parametrize("c", [Capabilities(), Capabilities(dtypes=("bfloat16",), gates=("bounded",), packed=False)])
+def test_a_long_case_has_more_elements_than_16_bits_count(c: Capabilities) -> None:
+    for variant in range(3):
+        long = long_cases(c, variant=variant)[-1]
+        sizes = {name: math.prod(shape) for name, shape in long.shapes.items()}
+        assert min(sizes[name] for name in ("q", "k", "v", "g", "do")) > 1 << 16
+        assert long.HV * long.K * long.V <= 1024, "each element of a state costs time in every token"
+
+
+def test_coherent_cases_have_few_terms_in_many_blocks_and_each_dtype() -> None:
+    some = coherent_cases(n=30)
+    assert some == coherent_cases(n=30)
+    assert not set(some) & set(coherent_cases(n=30, variant=1))
+    for case in some:
+        assert max(case.lengths) <= 7
+        assert max(case.K, case.V) <= 8
+        assert case.N * case.HV >= 24
+        assert (case.query_regime, case.beta_regime, case.do_regime) == ("keys", "near_one", "ints")
+        assert (case.scale, case.h0) == (1.0, "none")
+    assert sum(max(c.lengths) * c.K >= SMALLEST for c in some) > 15, "sequences that are a block of their own"
+    assert {(c.dtype, c.gate) for c in some} == set(
+        itertools.product(("float16", "bfloat16", "float32"), ("log", "softplus", "bounded"))
+    )
+    found = seen(some)
+    assert found["key_regime"] == {"sparse_int", "repeated"}
+    assert {c.gate_regime for c in some if c.gate == "log"} == {"random", "reset"}
+
+
+def test_coherent_cases_stay_within_what_a_restricted_target_has() -> None:
+    few = coherent_cases(SMALL, 10)
+    assert all(outside(case, SMALL) == [] for case in few)
+    assert {(c.K, c.beta_regime) for c in few} <= {(1, "near_one"), (8, "near_one")}
+    fixed = Capabilities(k_sizes=(128,), v_sizes=(64,), gates=("bounded",), required=("qk_l2norm",), scale=False)
+    wide = coherent_cases(fixed, 10)
+    assert all(outside(case, fixed) == [] and permits(fixed, case) is None for case in wide)
 
 
 def test_stratified_start_finds_what_a_restricted_target_has() -> None:

@@ -30,6 +30,8 @@ from verikda.targets.function import FunctionTarget
 from verikda.worst import Corpus
 
 PASS, FAIL, NOTHING = 0, 1, 2
+_TOLD = ("cases", "stratified", "long", "coherent", "turns", "seconds", "limit", "seed")
+"""Settings that a record opens with."""
 
 
 def check_command(
@@ -58,6 +60,7 @@ def check_command(
         cases=cases if cases is not None else chosen.cases,
         stratified=chosen.stratified,
         long=chosen.long,
+        coherent=chosen.coherent,
         turns=chosen.turns,
         seconds=seconds,
         seed=seed,
@@ -71,7 +74,7 @@ def check_command(
         "settings": {
             "checks": [c.name for c in settings.checks],
             "jobs": jobs,
-            **{k: getattr(settings, k) for k in ("cases", "stratified", "long", "turns", "seconds", "limit", "seed")},
+            **{k: getattr(settings, k) for k in _TOLD},
         },
         "environment": environment(),
     }

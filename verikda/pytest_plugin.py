@@ -152,6 +152,7 @@ def _plan(config: pytest.Config) -> tuple[Target, Settings]:
         cases=profile.cases if cases is None else cases,
         stratified=profile.stratified,
         long=profile.long,
+        coherent=profile.coherent,
         turns=profile.turns,
         seed=config.getoption("verikda_seed"),
     )

@@ -20,11 +20,14 @@ from verikda.interrupts import held
 from verikda.permits import permits
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
-from verikda.strategies import cases, labels, long_cases, stratified
+from verikda.strategies import cases, coherent_cases, labels, long_cases, stratified
 from verikda.targets.base import Target
 
 _BEFORE_LONG = 8
 """Cases of the start that are tried before the long ones: whatever shows at all mostly shows in these."""
+
+_BEFORE_COHERENT = 20
+"""And before the coherent ones, which show little else than one rounding too many."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Settings:
     cases : how many cases, corpus and stratified start included.
     stratified : how many of them are the start in which every regime appears, the same for the same seed.
     long : whether cases of thousands of tokens follow on the first few.
+    coherent : how many more cases of few terms, where one rounding is the whole error, the start has later on.
     turns : further checks per case beside those that cost no call.
     seconds : wall-clock limit, None for none; shrinking may run past it by `shrink_seconds` per finding.
     limit : largest ratio that passes.
@@ -47,6 +51,7 @@ class Settings:
     cases: int = 100
     stratified: int = 60
     long: bool = False
+    coherent: int = 0
     turns: int = 2
     seconds: float | None = None
     limit: float = LIMIT
@@ -175,13 +180,19 @@ class Search:
         return self.summary
 
     def _start(self) -> Iterator[Case]:
-        """The fixed start: the stratified cases, and the long ones after the first few."""
+        """The fixed start: the stratified cases, after the first few the long ones, then every third a coherent one."""
         settings, capabilities = self.settings, self.target.capabilities
         start = stratified(capabilities, min(settings.stratified, settings.cases), variant=settings.seed)
         yield from start[:_BEFORE_LONG]
         if settings.long:
             yield from long_cases(capabilities, variant=settings.seed)
-        yield from start[_BEFORE_LONG:]
+        yield from start[_BEFORE_LONG:_BEFORE_COHERENT]
+        coherent = iter(coherent_cases(capabilities, settings.coherent, variant=settings.seed))
+        for i, case in enumerate(start[_BEFORE_COHERENT:]):
+            yield case
+            if i % 2:
+                yield from islice(coherent, 1)
+        yield from coherent
 
     def _left(self) -> int:
         over = self.settings.seconds is not None and time.perf_counter() - self._started > self.settings.seconds

@@ -227,30 +227,80 @@ _LIVELY: dict[str, Any] = {
     "scale": None,
     "heads": 1,
     "groups": 1,
-    "K": [2, 3, 4],
-    "V": [2, 3, 4],
 }
 """Knobs with which every token is heard in every output, however far away."""
 
+_LONG: tuple[dict[str, Any], dict[str, Any]] = {"packed": False, "lengths": (2200,)}, {"K": [32], "V": [32]}
+"""2,200 x 32 is beyond 2^16."""
+
+_FEW_TERMS: dict[str, Any] = {
+    "rule": "kda",
+    "heads": 3,
+    "groups": 1,
+    "K": [8, 8, 8, 1],
+    "V": [1, 2, 8],
+    "lengths": [(2,) * 32, (2,) * 32, (7,) * 8],
+    "key_regime": ["sparse_int", "repeated"],
+    "query_regime": "keys",
+    "beta_dtype": "float32",
+    "beta_regime": "near_one",
+    "value_regime": ["random", "constant"],
+    "do_regime": "ints",
+    "scale": 1.0,
+    "gate_regime": ["random", "reset"],
+    "gate_magnitude": 1.0,
+    "safe_gate": False,
+    "qk_l2norm": False,
+    "q_exponent": 0,
+    "v_exponent": 0,
+    "do_exponent": 0,
+    "tail_padding": 0,
+    "h0": "none",
+    "dht": False,
+}
+"""Knobs with which most terms of dq and dg cancel, and products with do are exact: what is left is the error of the few
+numbers that were rounded. Eight channels make every short sequence a block of its own."""
+
 
 def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) -> list[Case]:
-    """Few small channels and thousands of tokens: what only shows there.
+    """Few channels and thousands of tokens: what only shows there.
 
     One pack of every length from 0 to 65, so every tail of every chunk and more sequences than a warp has lanes; one
-    sequence of 2,200 tokens, so that what restarts, drifts or wraps round by then is seen. A target that takes no packs
-    gets the second only. As far as the capabilities allow, nothing fades on the way: slow gates, states, float32.
+    sequence of 2,200 tokens with more than 2^16 elements of q, k, v and g, so that what restarts, drifts or wraps round
+    by then is seen: an offset of 16 bits stands for one of 32. A target that takes no packs gets the second only. As
+    far as the capabilities allow, nothing fades on the way: slow gates, states, float32.
     """
     c = capabilities or Capabilities()
-    shapes: list[dict[str, Any]] = [{"packed": False, "lengths": (2200,)}]
+    shapes = [_LONG]
     if c.packed:
         lengths = tuple(range(0 if c.empty else 1, 66))
-        shapes.insert(0, {"packed": True, "lengths": lengths, "chunk_size": max(c.chunk_sizes)})
+        tails = {"packed": True, "lengths": lengths, "chunk_size": max(c.chunk_sizes)}
+        shapes.insert(0, (tails, {"K": [2, 3, 4], "V": [2, 3, 4]}))
     limits = Limits(max_tokens=4096)
     made = []
-    for shape in shapes:
+    for fixed, sizes in shapes:
         with suppress(ValueError):
-            made.append(wished_case(c, shape, _LIVELY, limits=limits, variant=variant))
+            made.append(wished_case(c, fixed, _LIVELY | sizes, limits=limits, variant=variant))
     return made
+
+
+def coherent_cases(capabilities: Capabilities | None = None, n: int = 40, *, variant: int = 0) -> list[Case]:
+    """`n` cases of few terms, in which one rounding is the whole error.
+
+    Sums of many terms hide a number that was rounded once too often, or once too seldom: its error is lost among those
+    of all others. Here short sequences have few channels, queries are the keys, beta is near one and do has small
+    integers. Then o hardly depends on what was written before, and dg is a difference of nearly equal terms whose
+    errors are equal too, unless they were formed from numbers rounded in different ways. Hard resets put weak gates
+    after strong ones.
+
+    Parameters
+    ----------
+    capabilities : of the target; what they do not allow is drawn as `stratified` does.
+    n : how many.
+    variant : another number gives other values.
+    """
+    c = capabilities or Capabilities()
+    return stratified(c, n, variant=variant, **_granted(c, {}, _FEW_TERMS, Limits()))
 
 
 def wished_case(
@@ -276,13 +326,21 @@ def wished_case(
     ValueError
         If the capabilities allow no case with the fixed knobs.
     """
+    granted = _granted(capabilities, fixed, wishes, limits)
+    return stratified(capabilities, 1, variant=variant, **vars(limits), **granted)[0]
+
+
+def _granted(
+    capabilities: Capabilities, fixed: Mapping[str, Any], wishes: Mapping[str, Any], limits: Limits
+) -> dict[str, Any]:
+    """The fixed knobs, and those wishes that the capabilities grant."""
     granted = dict(fixed)
     for name, value in wishes.items():
         if name not in granted:
-            with suppress(ValueError):  # a wish that the capabilities do not grant
+            with suppress(ValueError):
                 knobs.Space(capabilities, limits, {**granted, name: value})
                 granted[name] = value
-    return stratified(capabilities, 1, variant=variant, **vars(limits), **granted)[0]
+    return granted
 
 
 def length_class(case: Case) -> str:

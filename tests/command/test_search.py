@@ -18,7 +18,7 @@ from verikda.checks import BY_NAME, CHECKS, named
 from verikda.run_case import run_case
 from verikda.search import Search, Settings
 from verikda.shrink import candidates, shrink
-from verikda.strategies import long_cases, stratified
+from verikda.strategies import coherent_cases, long_cases, stratified
 from verikda.targets import resolve
 from verikda.zoo.faults import Fault, forget
 from verikda.zoo.target import ZooTarget
@@ -84,6 +84,16 @@ def test_long_cases_come_after_the_first_few_and_another_seed_is_another_start()
         start = stratified(capabilities, 12, variant=seed)
         assert seen == [*start[:8], *long_cases(capabilities, variant=seed), *start[8:]]
     assert not set(first) & set(second)
+
+
+def test_coherent_cases_come_after_twenty_and_then_as_every_third() -> None:
+    seen: list[Case] = []
+    settings = Settings(cases=32, stratified=24, coherent=5, checks=(), seed=2)
+    Search(ZooTarget(), settings, on_report=lambda report: seen.append(report.case)).run()
+    capabilities = ZooTarget().capabilities
+    start, few = stratified(capabilities, 24, variant=2), coherent_cases(capabilities, 5, variant=2)
+    assert seen[:29] == [*start[:22], few[0], *start[22:], *few[1:]]
+    assert len(seen) == 32
 
 
 def test_a_split_that_hands_on_nan_fails_and_does_not_end_the_search() -> None:

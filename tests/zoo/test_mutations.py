@@ -6,7 +6,8 @@ import pytest
 
 from verikda.checks import named
 from verikda.inputs import make_call
-from verikda.run_case import run_call
+from verikda.run_case import CaseReport, run_call
+from verikda.search import Search, Settings
 from verikda.targets import own
 from verikda.zoo.cuda import Changed, MutationTarget
 from verikda.zoo.mutations import MUTATIONS
@@ -24,6 +25,28 @@ def test_every_check_that_a_mutation_names_sees_it(name: str) -> None:
 def test_the_shipped_kernels_pass_where_mutations_show(case) -> None:  # type: ignore[no-untyped-def]
     outcomes, _, _ = run_call(own.host(), make_call(case), named(("floor", "prefix", "repeat")))
     assert {o.verdict for o in outcomes} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("CUDA_STATE_OFFSET_16", Settings(cases=2, stratified=0, long=True)),
+        *(
+            (name, Settings(cases=40, stratified=0, coherent=40))
+            for name in ("CUDA_BETA_IN_A", "CUDA_VALUES_OF_ONE_ROUNDING", "CUDA_DECAY_FROM_SUMS")
+        ),
+    ],
+)
+def test_a_part_of_the_fixed_start_shows_what_hides_from_the_rest(name: str, budget: Settings) -> None:
+    verdicts: list[str] = []
+
+    def until_it_fails(report: CaseReport) -> None:
+        verdicts.append(report.verdict)
+        if report.verdict == "fail":
+            raise KeyboardInterrupt
+
+    Search(MutationTarget(name, "host"), budget, on_report=until_it_fails).run()
+    assert verdicts[-1] == "fail"
 
 
 def test_an_edit_that_no_longer_fits_is_said() -> None:

@@ -68,13 +68,13 @@ class _Found(KeyboardInterrupt):
 def settings(seed: int) -> Settings:
     """The search of the ci profile."""
     b = BUDGET
-    return Settings(cases=b.cases, stratified=b.stratified, long=b.long, turns=b.turns, seed=seed)
+    return Settings(cases=b.cases, stratified=b.stratified, long=b.long, coherent=b.coherent, turns=b.turns, seed=seed)
 
 
 def budget() -> dict[str, object]:
     """What a record of kills depends on; records with another one are not continued."""
     s = settings(0)
-    return {"cases": s.cases, "stratified": s.stratified, "long": s.long, "turns": s.turns, "limit": s.limit}
+    return {name: getattr(s, name) for name in ("cases", "stratified", "long", "coherent", "turns", "limit")}
 
 
 def hunt(subject: Specimen, seed: int) -> Kill:
