@@ -21,23 +21,11 @@ from kernels_cuda.sources import base_name
 APPROXIMATIONS = ("ex2.approx.f32", "ex2.approx.ftz.f32")
 """2 ulp, part of every contract. The second flushes results below 2^-126; it is the core of expf too."""
 SPILLS: Mapping[str, Mapping[str, int]] = {
-    "sm_80": {"prepare<bf16,64,3,true>": 40, "backward_intra<bf16,64,true>": 200},
-    "sm_90a": {
-        "prepare<bf16,64,1,true>": 16,
-        "prepare<bf16,64,2,true>": 24,
-        "prepare<bf16,64,3,true>": 24,
-        "backward_state<bf16,64,128,64,3,false>": 32,
-        "backward_intra<bf16,64,true>": 160,
-    },
-    "sm_100": {
-        "prepare<bf16,64,3,true>": 48,
-        "backward_intra<bf16,64,true>": 60,
-    },
-    "sm_120": {"prepare<bf16,64,3,true>": 48, "backward_intra<bf16,64,true>": 80},
+    "sm_80": {"prepare<bf16,64,3,true>": 48},
 }
 """Most bytes, stored and loaded together, by architecture and instance: what `COMPILER` needs.
 
-All of them are held to the registers with which two blocks (`backward_state`: twelve warps) share a multiprocessor.
+It is held to the registers with which two blocks share a multiprocessor. `anew` of device.cuh keeps the others within them.
 """
 COMPILER = "NVRTC 13.5"
 

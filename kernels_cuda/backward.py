@@ -26,6 +26,7 @@ from kernels_cuda.forward import (
     chunk_state,
     chunk_table,
     prepare,
+    whole_pieces,
 )
 from kernels_cuda.modules import Backend
 
@@ -221,6 +222,13 @@ class _Plan:
         name = f"{kernel}<{arguments}>" if arguments else kernel
         self.backend.launch(name, (blocks, 1, 1), threads, shared, args, self.stream)
 
+    def tile_arguments(self, do: int) -> str:
+        """Template arguments of the kernels that read tiles of everything."""
+        c = self.call
+        tiles = (self.q, self.k, c.v, c.g, do, *self.inner.values(), self.out["dU"], self.out["dS"])
+        flags = (c.gated, whole_pieces(c, tiles))
+        return ",".join((TYPES[c.dtype], str(c.chunk), *(str(flag).lower() for flag in flags)))
+
     def state(self, do: int, dht: int) -> None:
         """dU, dS, dh0."""
         c, inner = self.call, self.inner
@@ -249,7 +257,7 @@ class _Plan:
         dbeta_v = self.new("dbeta_v", rows, "float32")
         dA = self.new("dA", square, c.dtype) if want_dA else 0
         self.launch(
-            "backward_local", f"{TYPES[c.dtype]},{c.chunk},{str(c.gated).lower()}",
+            "backward_local", self.tile_arguments(do),
             c.chunks * c.HV, local_shared(c.dtype, c.chunk),
             [_p(inner["A"]), _p(self.out["dU"]), _p(inner["Vnew"]), _p(do), _p(c.v), _p(self.k), _p(inner["S"]),
              _p(self.beta), _p(self.table.chunks), self.gate, _p(dAqk), _p(X), _p(dW), _p(dv), _p(dbeta_v), _p(dA),
@@ -276,7 +284,7 @@ class _Plan:
                 to["dg_wide" if c.g_float32 else "dg"] = result
         dbeta = self.new("dbeta_wide", (c.B, c.T, c.HV), "float32")
         self.launch(
-            "backward_intra", f"{TYPES[c.dtype]},{c.chunk},{str(c.gated).lower()}",
+            "backward_intra", self.tile_arguments(do),
             c.chunks * c.HV, gradient_shared(c.dtype, c.chunk),
             [_p(self.q), _p(self.k), _p(self.beta), _p(inner["A"]), _p(out["dW"]), _p(do), _p(inner["Vnew"]),
              _p(inner["S"]), _p(out["dS"]), _p(out["dAqk"]), _p(out["X"]), _p(out["dbeta_v"]), _p(self.table.chunks),

@@ -7,19 +7,24 @@
 
 namespace vk {
 
-// Blocks of 4 C threads on a multiprocessor: 128 registers a thread; float products take more, and more shared memory.
-template <class T, int C> inline constexpr int blocks_per_sm = (is_16bit<T> ? 128 : 64) / C;
+// Blocks of 4 C threads on a multiprocessor, each with Shape::bytes of shared memory: 128 registers a thread; float products
+// take more, and more shared memory.
+template <class T, int C, class Shape> VK_DEVICE constexpr int blocks_per_sm() {
+    return blocks_that_fit(Shape::bytes, (is_16bit<T> ? 128 : 64) / C);
+}
 
 // 4 C threads cover C rows x 64 columns: each warp has 16 rows and 32 columns, and C/2 columns of a C x C product.
 template <int C> struct Place {
     static_assert(C == 16 || C == 32 || C == 64, "chunks have 16, 32 or 64 rows");
     static constexpr int threads = 4 * C, row_blocks = C / 16;
     static constexpr int width = 32, square = C / 2;
-    int row, column, square_column;
-    VK_DEVICE Place()
-        : row(16 * (warp() % row_blocks)),
-          column(width * (warp() / row_blocks)),
-          square_column(square * (warp() / row_blocks)) {}
+    int thread, lane, row, column, square_column;
+    VK_DEVICE explicit Place(int thread)
+        : thread(thread),
+          lane(thread % warp_size),
+          row(16 * (thread / warp_size % row_blocks)),
+          column(width * (thread / warp_size / row_blocks)),
+          square_column(square * (thread / warp_size / row_blocks)) {}
 };
 
 struct alignas(8) pair32 { float x, y; };
@@ -27,8 +32,8 @@ struct alignas(8) pair32 { float x, y; };
 // acc to global rows of `stride` elements from `G` (this warp's first row and column), rounded to T; rows and columns
 // beyond are not touched.
 template <class T, int NT_>
-VK_DEVICE void store_fragment(T* G, int stride, const float (&acc)[1][NT_][4], int rows, int columns) {
-    const int r = lane() / 4, c = 2 * (lane() % 4);
+VK_DEVICE void store_fragment(T* G, int stride, const float (&acc)[1][NT_][4], int rows, int columns, int l = lane()) {
+    const int r = l / 4, c = 2 * (l % 4);
     T* const p = G + r * stride + c;
     const bool pairs = stride % 2 == 0 && (reinterpret_cast<u64>(G) & (2 * sizeof(T) - 1)) == 0;
 #pragma unroll
@@ -53,8 +58,9 @@ VK_DEVICE void store_fragment(T* G, int stride, const float (&acc)[1][NT_][4], i
 }
 
 // 16 bytes, or the first `count` elements of them where fewer are wanted or p is not aligned.
-template <class T> VK_DEVICE u128 load_piece(const T* p, int count) {
-    return count >= vec<T> && aligned16(p) ? ld128(p) : ld_elements(p, count);
+template <bool Whole = false, class T> VK_DEVICE u128 load_piece(const T* p, int count) {
+    if constexpr (Whole) return count > 0 ? ld128(p) : u128{{0, 0, 0, 0}};
+    else return count >= vec<T> && aligned16(p) ? ld128(p) : ld_elements(p, count);
 }
 
 // The first `count` of 16 elements `stride` apart, the rest zero and never read.
@@ -81,10 +87,10 @@ VK_DEVICE void load_gate(float (&x)[16], const Gate& gate, i64 at, int stride, i
 // themselves. A barrier must follow.
 template <class T>
 VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& gate, int head, int rows, int k0, int K,
-                          float* single = nullptr) {
-    const int d = tid() % 64, first = tid() / 64 * 16, channel = k0 + d;
+                          float* single = nullptr, int thread = tid()) {
+    const int d = thread % 64, first = thread / 64 * 16, channel = k0 + d;
     float* const column = sc + first * ld + d;
-    float* const alone = single + first * ld + d;
+    float* const alone = single ? single + first * ld + d : nullptr;
     float sum = 0.f;
     if (gate.kind == gate_log) {
         const Gate given{nullptr, nullptr, nullptr, 0.f, gate_log, 0};
@@ -93,7 +99,7 @@ VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& g
             const float log = log_decay<T>(given, x[i], 1.f, 0.f);
             sum += log;
             column[i * ld] = sum;
-            if (single) alone[i * ld] = log;
+            if (alone) alone[i * ld] = log;
         }
     } else {
         const float rate = gate_rate(gate, head);
@@ -106,7 +112,7 @@ VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& g
             const float log = i < count ? log_decay<T>(gate, column[i * ld], rate, bias) : 0.f;
             sum += log;
             column[i * ld] = sum;
-            if (single) alone[i * ld] = log;
+            if (alone) alone[i * ld] = log;
         }
     }
 }
@@ -114,11 +120,11 @@ VK_DEVICE void local_sums(float* sc, int ld, const float (&x)[16], const Gate& g
 // ---- fragments -------------------------------------------------------------------------------------------------------
 
 // f(row, column, n, i) for elements i, i + 1 (i = 0 or 2) of each fragment n of a warp that stands at (row, column).
-template <int NT_, class F> VK_DEVICE void each_pair(int row, int column, F f) {
+template <int NT_, class F> VK_DEVICE void each_pair(int row, int column, F f, int l = lane()) {
 #pragma unroll
     for (int n = 0; n < NT_; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) f(row + lane() / 4 + 4 * i, column + 8 * n + 2 * (lane() % 4), n, i);
+        for (int i = 0; i < 4; i += 2) f(row + l / 4 + 4 * i, column + 8 * n + 2 * (l % 4), n, i);
 }
 
 // Two neighbours of a tile.

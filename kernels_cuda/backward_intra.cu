@@ -28,7 +28,8 @@ template <class T> inline constexpr float no_decay_left = 150.f / 152.f * strong
 
 // Offsets of this chunk's first row: kept in shared memory, because registers are short.
 struct Start {
-    i64 q, k, v, square, state;
+    i64 q, k, v, square, state, beta;
+    i32 head;
 };
 
 template <class T, int C> struct GradientShape {
@@ -48,8 +49,8 @@ template <class T, int C> struct GradientShape {
 // A, dW, Vnew, dO, v, gate, beta as in backward_local; S, dS [chunks,HV,K,V]; q, k [tokens,H,K], after the norm; dAqk, X
 // float [tokens,HV,C]. Out, per value head: dq, dk, dg [tokens,HV,K], rounded to T, or in float where the wide pointer is
 // given; dbeta float [tokens,HV].
-template <class T, int C, bool Gated>
-VK_KERNEL_BOUNDS(4 * C, (blocks_per_sm<T, C>))
+template <class T, int C, bool Gated, bool Whole>
+VK_KERNEL_BOUNDS(4 * C, (blocks_per_sm<T, C, GradientShape<T, C>>()))
 void backward_intra(const T* q, const T* k, const float* beta, const T* A, const T* dW, const T* dO, const T* Vnew,
                     const T* S, const T* dS, const float* dAqk, const float* X, const float* dbeta_v,
                     const Chunk* chunks, Gate gate, T* dq, float* dq_wide, T* dk, float* dk_wide, T* dg, float* dg_wide,
@@ -82,34 +83,33 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
     const int head = bidx() % HV, chunk = bidx() / HV;
     const Chunk c = chunks[chunk];
     if (c.rows == 0) return;  // past the last chunk
-    const Place<C> at;
-    const int l = lane(), I0 = at.row / 16;
     const int strideK = HV * K, strideV = HV * V, strideC = HV * C, strideQ = H * K;
     if (tid() == 0)
         *start = {c.token * strideQ + i64(head / (HV / H)) * K, c.token * strideK + i64(head) * K,
-                  c.token * strideV + i64(head) * V, c.token * strideC + i64(head) * C, (i64(chunk) * HV + head) * K * V};
+                  c.token * strideV + i64(head) * V, c.token * strideC + i64(head) * C, (i64(chunk) * HV + head) * K * V,
+                  c.token * HV + head, head};
     if (tid() < C) sb[tid()] = tid() < c.rows ? beta[(c.token + tid()) * HV + head] : 0.f;
     sync();
 
     // Tiles of q, k and what the gate has, of the slice from k0. g waits in the region, beyond the totals of the slice before.
     unsigned char* const sg = region + 4096;
-    auto load_inputs = [&](int k0) {
+    auto load_inputs = [&](int thread, int k0) {
         if constexpr (is_16bit<T>) {
-            load_tile<T, C, 64>(sk, ld, k + start->q + k0, strideQ, c.rows, K - k0, tid(), threads);
-            load_tile<T, C, 64>(sq, ld, q + start->q + k0, strideQ, c.rows, K - k0, tid(), threads);
+            load_pieces<Whole, T, C, 64>(sk, ld, k + start->q + k0, strideQ, c.rows, K - k0, thread, threads);
+            load_pieces<Whole, T, C, 64>(sq, ld, q + start->q + k0, strideQ, c.rows, K - k0, thread, threads);
         }
         if constexpr (Gated) {
             const i64 from = start->k + k0;
             if (gate.g_is_float)
-                load_tile<float, C, 64>(reinterpret_cast<float*>(sg), ldc, static_cast<const float*>(gate.g) + from, strideK,
-                                        c.rows, K - k0, tid(), threads);
+                load_pieces<Whole, float, C, 64>(reinterpret_cast<float*>(sg), ldc, static_cast<const float*>(gate.g) + from,
+                                                 strideK, c.rows, K - k0, thread, threads);
             else
-                load_tile<T, C, 64>(reinterpret_cast<T*>(sg), ld, static_cast<const T*>(gate.g) + from, strideK, c.rows, K - k0,
-                                    tid(), threads);
+                load_pieces<Whole, T, C, 64>(reinterpret_cast<T*>(sg), ld, static_cast<const T*>(gate.g) + from, strideK,
+                                             c.rows, K - k0, thread, threads);
         }
         cp_async_commit();
     };
-    load_inputs(0);
+    load_inputs(tid(), 0);
 
     load_triangles<T, C, Gated>(m, dAqk + start->square, X + start->square, strideC, c.rows);
     float db[2] = {0.f, 0.f};
@@ -129,19 +129,17 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         cp_async_wait<0>();
         sync();  // inputs are there, the slice before is read
         if constexpr (Gated) {
+            const int thread = anew(tid());
             float g[16];
-            const int at_g = tid() / 64 * 16, d = tid() % 64;
+            const int at_g = thread / 64 * 16, d = thread % 64;
             if (gate.g_is_float) load_column(g, reinterpret_cast<const float*>(sg) + at_g * ldc + d, ldc, 16);
             else load_column(g, reinterpret_cast<const T*>(sg) + at_g * ld + d, ld, 16);
-            local_sums<T>(sc, ldc, g, gate, head, c.rows, k0, K, is_16bit<T> ? nullptr : logs);
+            local_sums<T>(sc, ldc, g, gate, start->head, c.rows, k0, K, is_16bit<T> ? nullptr : logs, thread);
             sync();
         }
 
-        float aQ[1][NT_][4], aK[1][NT_][4], aG[1][NT_][4];
-        clear(aQ);  // dQi
-        clear(aK);  // beta left + right
-        clear(aG);  // dGamma: dQi * Q + (beta left - right) * K
-        const float b[2] = {sb[at.row + l / 4], sb[at.row + l / 4 + 8]};
+        float aQ[1][NT_][4], aK[1][NT_][4], aG[1][NT_][4];  // dQi; beta left + right; dGamma
+        if constexpr (!Gated) clear(aQ), clear(aK);
         if constexpr (Gated) {
             if (tid() < 64) {
                 const float* const total = sc + 15 * ldc + tid();
@@ -155,7 +153,9 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 }
             }
             // Diagonal block, one lane per channel, then through scratch into fragments.
-            float* const scratch = reinterpret_cast<float*>(region) + L::scratch * warp();
+            const Place<C> at(anew(tid()));
+            const int l = at.lane, I0 = at.row / 16;
+            float* const scratch = reinterpret_cast<float*>(region) + L::scratch * (at.thread / warp_size);
             float di[16], le[16], ri[16];
             diagonal_pairs<T, C>(di, le, ri, m, I0, Kr, Qr, at.column + l, scale, sb + at.row,
                                  (is_16bit<T> ? sc : logs) + at.row * ldc + at.column + l, ldc);
@@ -163,7 +163,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 #pragma unroll
                 for (int i = 0; i < 16; ++i) scratch[i * L::ld_scratch + l] = x[i];
                 syncwarp();
-                for_each_acc(acc, [&](int r, int col, float& y) { y = scratch[r * L::ld_scratch + col]; });
+                for_each_acc(acc, [&](int r, int col, float& y) { y = scratch[r * L::ld_scratch + col]; }, l);
                 syncwarp();
             };
             to_fragments(di, aQ);
@@ -176,12 +176,12 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     float &dK = aK[0][n][i + j], &right = aG[0][n][i + j];
-                    const float left = b[i / 2] * dK;
+                    const float left = sb[r] * dK;
                     db[i / 2] = fma(dK, Kc[j], db[i / 2]);
                     dK = left + right;
                     right = fma(aQ[0][n][i + j], scale * Qc[j], (left - right) * Kc[j]);
                 }
-            });
+            }, l);
             sync();
             if constexpr (!is_16bit<T>) {
                 float* const column = logs + tid() / 64 * 16 * ldc + tid() % 64;
@@ -199,7 +199,7 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         // Rows of a block from the columns of blocks before it; without a gate also of its own. Operand: K decayed to the
         // end of its block.
 #pragma unroll 1
-        for (int p = tid(); p < C * pieces; p += threads) {
+        for (int p = anew(tid()); p < C * pieces; p += threads) {
             const int r = p / pieces, d = p % pieces * vec<T>;
             const u128 x = Kr.piece(r, d);
             float y[vec<T>];
@@ -213,13 +213,15 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
         sync();
 #pragma unroll 1
         for (int e = 0; e < 2; ++e) {  // one copy of the code, for dAqk and X: fewer registers
+            const Place<C> at(anew(tid()));
+            const int l = at.lane, I0 = at.row / 16;
             const Triangle one[1] = {e == 0 ? m[0] : m[1]};
             float sum[1][1][NT_][4];
             clear(sum[0]);
 #pragma unroll 1
             for (int J = 0; J < I0 + !Gated; ++J) {
-                if (Gated && J > 0) decay_columns(sum, pass + J * 64, at.column);
-                wide_mma<false, W_>(sum, one, I0, J, op0, 16 * J, at.column);
+                if (Gated && J > 0) decay_columns(sum, pass + J * 64, at.column, l);
+                wide_mma<false, W_>(sum, one, I0, J, op0, 16 * J, at.column, l);
             }
             each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
                 float x[2], y[2], fall[2];  // x: of K; y: what is multiplied last
@@ -229,13 +231,13 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 for (int j = 0; j < 2; ++j) {
                     const float s = sum[0][0][n][i + j];
                     fall[j] = Gated ? exp_decay_flush<T>(sc[r * ldc + col + j]) : 1.f;
-                    y[j] = (e == 0 ? scale * y[j] : b[i / 2] * x[j]) * fall[j];
+                    y[j] = (e == 0 ? scale * y[j] : sb[r] * x[j]) * fall[j];
                     if (e == 0) {
                         aQ[0][n][i + j] = fma(s, fall[j], aQ[0][n][i + j]);
                     } else {
                         const float left = s * fall[j];
                         db[i / 2] = fma(left, x[j], db[i / 2]);
-                        aK[0][n][i + j] = fma(b[i / 2], left, aK[0][n][i + j]);
+                        aK[0][n][i + j] = fma(sb[r], left, aK[0][n][i + j]);
                     }
                 }
                 if constexpr (Gated) {
@@ -243,13 +245,13 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
 #pragma unroll
                     for (int j = 0; j < 2; ++j) aG[0][n][i + j] = fma(sum[0][0][n][i + j], y[j], aG[0][n][i + j]);
                 }
-            });
+            }, l);
         }
 
         // Columns of a block from the rows of blocks after it. Operands: Q and beta K decayed from the start of their block.
         sync();
 #pragma unroll 1
-        for (int p = tid(); p < C * pieces; p += threads) {
+        for (int p = anew(tid()); p < C * pieces; p += threads) {
             const int r = p / pieces, d = p % pieces * vec<T>;
             const u128 x = Qr.piece(r, d), z = Kr.piece(r, d);
             float y[vec<T>], e[vec<T>];
@@ -264,126 +266,143 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
             op1.set_piece(r, d, y);
         }
         sync();
-        float below[1][1][NT_][4];
-        clear(below[0]);
+        {
+            const Place<C> at(anew(tid()));
+            const int l = at.lane, I0 = at.row / 16;
+            float below[1][1][NT_][4];
+            clear(below[0]);
 #pragma unroll 1
-        for (int I = NB - 1; I >= I0 + Gated; --I) {
-            if (Gated) decay_columns(below, pass + I * 64, at.column);
-            wide_mma<true, W_>(below, {m[0]}, I, I0, op0, 16 * I, at.column);
-            wide_mma<true, W_>(below, {m[1]}, I, I0, op1, 16 * I, at.column);
-        }
-        each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
-            if constexpr (!Gated) {
-                aK[0][n][i] += below[0][0][n][i];
-                aK[0][n][i + 1] += below[0][0][n][i + 1];
-            } else {
-                float Kc[2], Qc[2], y[2];
-                Kr.pair(r, col, Kc[0], Kc[1]);
-                Qr.pair(r, col, Qc[0], Qc[1]);
-                const float diagonal = *m[0].diagonal(I0, r % 16, r % 16);
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const float fall = exp_decay_flush<T>(to_end(at.row, r, col + j));
-                    const float right = below[0][0][n][i + j] * fall;
-                    y[j] = Kc[j] * fall;
-                    aK[0][n][i + j] = fma(diagonal, scale * Qc[j], aK[0][n][i + j] + right);
-                    aQ[0][n][i + j] = fma(diagonal, Kc[j], aQ[0][n][i + j]);
-                }
-                as_split<T>(y[0], y[1]);
-#pragma unroll
-                for (int j = 0; j < 2; ++j) aG[0][n][i + j] = fma(-below[0][0][n][i + j], y[j], aG[0][n][i + j]);
+            for (int I = NB - 1; I >= I0 + Gated; --I) {
+                if (Gated) decay_columns(below, pass + I * 64, at.column, l);
+                wide_mma<true, W_>(below, {m[0]}, I, I0, op0, 16 * I, at.column, l);
+                wide_mma<true, W_>(below, {m[1]}, I, I0, op1, 16 * I, at.column, l);
             }
-        });
+            each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
+                if constexpr (!Gated) {
+                    aK[0][n][i] += below[0][0][n][i];
+                    aK[0][n][i + 1] += below[0][0][n][i + 1];
+                } else {
+                    float Kc[2], Qc[2], y[2];
+                    Kr.pair(r, col, Kc[0], Kc[1]);
+                    Qr.pair(r, col, Qc[0], Qc[1]);
+                    const float diagonal = *m[0].diagonal(I0, r % 16, r % 16);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const float fall = exp_decay_flush<T>(to_end(at.row, r, col + j));
+                        const float right = below[0][0][n][i + j] * fall;
+                        y[j] = Kc[j] * fall;
+                        aK[0][n][i + j] = fma(diagonal, scale * Qc[j], aK[0][n][i + j] + right);
+                        aQ[0][n][i + j] = fma(diagonal, Kc[j], aQ[0][n][i + j]);
+                    }
+                    as_split<T>(y[0], y[1]);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) aG[0][n][i + j] = fma(-below[0][0][n][i + j], y[j], aG[0][n][i + j]);
+                }
+            }, l);
+        }
 
         // P = A^T dW, then dQg = dO S^T, then dKg = Vnew dS^T, over pairs of tiles
         const int slices = ceil_div(V, 64);
-        auto load = [&](int i) {
+        auto load = [&](int thread, int i) {
             T* const to = reinterpret_cast<T*>(region + i % L::stages * L::pair);
             if (i == 0) {
-                load_tile<T, C, C>(to, ld, A + start->square, strideC, c.rows, C, tid(), threads);
-                load_tile<T, C, 64>(to + L::tile, ld, dW + start->k + k0, strideK, c.rows, channels, tid(), threads);
+                load_pieces<Whole, T, C, C>(to, ld, A + start->square, strideC, c.rows, C, thread, threads);
+                load_pieces<Whole, T, C, 64>(to + L::tile, ld, dW + start->k + k0, strideK, c.rows, channels, thread, threads);
             } else if (i <= 2 * slices) {
-                const int v0 = (i - 1) % slices * 64;
-                load_tile<T, C, 64>(to, ld, (i <= slices ? dO : Vnew) + start->v + v0, strideV, c.rows, V - v0, tid(), threads);
-                load_tile<T, 64, 64>(to + L::tile, ld, (i <= slices ? S : dS) + start->state + i64(k0) * V + v0, V, channels, V - v0,
-                                     tid(), threads);
+                const int v0 = (i <= slices ? i - 1 : i - 1 - slices) * 64;
+                load_pieces<Whole, T, C, 64>(to, ld, (i <= slices ? dO : Vnew) + start->v + v0, strideV, c.rows, V - v0, thread,
+                                             threads);
+                load_pieces<Whole, T, 64, 64>(to + L::tile, ld, (i <= slices ? S : dS) + start->state + i64(k0) * V + v0, V,
+                                              channels, V - v0, thread, threads);
             }
             cp_async_commit();
         };
         int next = 0;
-        auto pair = [&]() -> const T* {
+        auto pair = [&](int thread) -> const T* {
             if constexpr (L::stages == 1) {
                 sync();
-                load(next);
+                load(thread, next);
             }
             cp_async_wait<0>();
             sync();
-            if constexpr (L::stages == 2) load(next + 1);
+            if constexpr (L::stages == 2) load(thread, next + 1);
             return reinterpret_cast<const T*>(region + next++ % L::stages * L::pair);
         };
         if constexpr (L::stages == 2) {
             sync();
-            load(0);
+            load(anew(tid()), 0);
         }
 
-        const T* x = pair();
         float acc[1][NT_][4];
         clear(acc);
+        {
+            const Place<C> at(anew(tid()));
+            const int l = at.lane, I0 = at.row / 16;
+            const T* const x = pair(at.thread);
 #pragma unroll 1
-        for (int r = at.row; r < C; r += 16)
-            warp_mma<T, 16, W_, 16, TN>(acc, x + r * ld + at.row, ld, x + L::tile + r * ld + at.column, ld);
-        each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
-            float Kc[2];
-            Kr.pair(r, col, Kc[0], Kc[1]);
+            for (int r = at.row; r < C; r += 16)
+                warp_mma<T, 16, W_, 16, TN>(acc, x + r * ld + at.row, ld, x + L::tile + r * ld + at.column, ld, l);
+            each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
+                float Kc[2];
+                Kr.pair(r, col, Kc[0], Kc[1]);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float y = acc[0][n][i + j];
-                if constexpr (Gated) y *= before[I0 * 64 + col + j] * exp_decay_flush<T>(sc[r * ldc + col + j]);
-                db[i / 2] = fma(y, Kc[j], db[i / 2]);
-                y *= b[i / 2];
-                aK[0][n][i + j] += y;
-                if constexpr (Gated) aG[0][n][i + j] = fma(y, Kc[j], aG[0][n][i + j]);
-            }
-        });
+                for (int j = 0; j < 2; ++j) {
+                    float y = acc[0][n][i + j];
+                    if constexpr (Gated) y *= before[I0 * 64 + col + j] * exp_decay_flush<T>(sc[r * ldc + col + j]);
+                    db[i / 2] = fma(y, Kc[j], db[i / 2]);
+                    y *= sb[r];
+                    aK[0][n][i + j] += y;
+                    if constexpr (Gated) aG[0][n][i + j] = fma(y, Kc[j], aG[0][n][i + j]);
+                }
+            }, l);
+        }
 
         clear(acc);
+        {
+            const Place<C> at(anew(tid()));
+            const int l = at.lane, I0 = at.row / 16;
 #pragma unroll 1
-        for (int s = 0; s < slices; ++s) {
-            x = pair();
-            warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld);
-        }
-        each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
-            float Qc[2];
-            if constexpr (Gated) Qr.pair(r, col, Qc[0], Qc[1]);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float y = acc[0][n][i + j], &dQ = aQ[0][n][i + j];
-                if constexpr (Gated) {
-                    y *= before[I0 * 64 + col + j] * exp_decay_flush<T>(sc[r * ldc + col + j]);
-                    aG[0][n][i + j] = fma(y, scale * Qc[j], aG[0][n][i + j]);
-                }
-                dQ = scale * (dQ + y);
+            for (int s = 0; s < slices; ++s) {
+                const T* const x = pair(at.thread);
+                warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld, l);
             }
-        });
+            each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
+                float Qc[2];
+                if constexpr (Gated) Qr.pair(r, col, Qc[0], Qc[1]);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    float y = acc[0][n][i + j], &dQ = aQ[0][n][i + j];
+                    if constexpr (Gated) {
+                        y *= before[I0 * 64 + col + j] * exp_decay_flush<T>(sc[r * ldc + col + j]);
+                        aG[0][n][i + j] = fma(y, scale * Qc[j], aG[0][n][i + j]);
+                    }
+                    dQ = scale * (dQ + y);
+                }
+            }, l);
+            const i64 out = start->k + at.row * strideK + k0 + at.column;
+            const int rows = c.rows - at.row, columns = channels - at.column;
+            if (dq_wide) store_fragment<float>(dq_wide + out, strideK, aQ, rows, columns, l);
+            else store_fragment<T>(dq + out, strideK, aQ, rows, columns, l);
+        }
+
+        clear(acc);
+        const Place<C> at(anew(tid()));
+        const int l = at.lane, I0 = at.row / 16;
         const i64 out = start->k + at.row * strideK + k0 + at.column;
         const int rows = c.rows - at.row, columns = channels - at.column;
-        if (dq_wide) store_fragment<float>(dq_wide + out, strideK, aQ, rows, columns);
-        else store_fragment<T>(dq + out, strideK, aQ, rows, columns);
-
-        clear(acc);
         constexpr int share = threads / 64;  // threads of one row of S and dS
         float dot = 0.f;
 #pragma unroll 1
         for (int s = 0; s < slices; ++s) {
             constexpr int part = 64 / share;
-            const int d = tid() / share, v0 = tid() % share * part, count = d < channels ? V - s * 64 - v0 : 0;
+            const int d = at.thread / share, v0 = at.thread % share * part, count = d < channels ? V - s * 64 - v0 : 0;
             u128 from_S[part / vec<T>];
             if constexpr (Gated)
 #pragma unroll
                 for (int i = 0; i < part; i += vec<T>)
-                    from_S[i / vec<T>] = load_piece(S + start->state + i64(k0 + d) * V + s * 64 + v0 + i, count - i);
-            x = pair();
-            warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld);
+                    from_S[i / vec<T>] = load_piece<Whole>(S + start->state + i64(k0 + d) * V + s * 64 + v0 + i, count - i);
+            const T* const x = pair(at.thread);
+            warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld, l);
             if constexpr (Gated)
 #pragma unroll
                 for (int i = 0; i < part; i += vec<T>) {
@@ -404,21 +423,21 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                 aK[0][n][i + j] += y;
                 if constexpr (Gated) y *= Kc[j];
             }
-        });
-        if (dk_wide) store_fragment<float>(dk_wide + out, strideK, aK, rows, columns);
-        else store_fragment<T>(dk + out, strideK, aK, rows, columns);
+        }, l);
+        if (dk_wide) store_fragment<float>(dk_wide + out, strideK, aK, rows, columns, l);
+        else store_fragment<T>(dk + out, strideK, aK, rows, columns, l);
 
         if constexpr (Gated) {
 #pragma unroll
             for (int i = 1; i < share; i *= 2) dot += shfl_xor(dot, i);
-            if (tid() % share == 0) {
-                const int d = tid() / share;
+            if (at.thread % share == 0) {
+                const int d = at.thread / share;
                 const int at_last = (c.rows - 1) / 16 * 64 + d;  // exp gC as the last row has it, see prepare.cu
                 carried[d] = dot * (before[at_last] * pass[at_last]);
             }
         }
         sync();  // the last tiles are read; their place takes the totals and g of the next slice
-        if (k0 + 64 < K) load_inputs(k0 + 64);
+        if (k0 + 64 < K) load_inputs(at.thread, k0 + 64);
         if constexpr (Gated) {
             sum_over_rows<NB>(aG, acc, carried, total_g, total_k, I0, at.column);
             each_pair<NT_>(at.row, at.column, [&](int r, int col, int n, int i) {
@@ -428,22 +447,23 @@ void backward_intra(const T* q, const T* k, const float* beta, const T* A, const
                     const float decay = sc[r * ldc + col + j] - (r % 16 ? sc[(r - 1) * ldc + col + j] : 0.f);
                     if (!(decay > no_decay_left<T>)) aG[0][n][i + j] = 0.f;
                 }
-            });
-            if (dg_wide) store_fragment<float>(dg_wide + out, strideK, aG, rows, columns);
-            else store_fragment<T>(dg + out, strideK, aG, rows, columns);
+            }, l);
+            if (dg_wide) store_fragment<float>(dg_wide + out, strideK, aG, rows, columns, l);
+            else store_fragment<T>(dg + out, strideK, aG, rows, columns, l);
         }
     }
 
     sync();  // the totals are read; their place takes the sums
+    const Place<C> at(anew(tid()));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         db[i] += shfl_xor(db[i], 1);
         db[i] += shfl_xor(db[i], 2);
-        if (l % 4 == 0) sums[warp() / Place<C>::row_blocks * C + at.row + l / 4 + 8 * i] = db[i];
+        if (at.lane % 4 == 0) sums[at.thread / warp_size / Place<C>::row_blocks * C + at.row + at.lane / 4 + 8 * i] = db[i];
     }
     sync();
     if (tid() < c.rows) {
-        const i64 to = (c.token + tid()) * HV + head;
+        const i64 to = start->beta + tid() * HV;
         dbeta[to] = dbeta_v[to] + (sums[tid()] + sums[C + tid()]);
     }
 }

@@ -27,8 +27,8 @@ template <class T, int C> struct LocalShared {
 // A, dU, Vnew, dO, v: [tokens,HV,.]; k [tokens,H,K], after the norm; S [chunks,HV,K,V]; beta float [tokens,HV], activated.
 // gate: as prepare.cu has it. Out: dAqk, X float [tokens,HV,C], zero where masked; dW [tokens,HV,K]; dv [tokens,HV,V];
 // dbeta_v float [tokens,HV]; dA [tokens,HV,C] or null.
-template <class T, int C, bool Gated>
-VK_KERNEL_BOUNDS(4 * C, (blocks_per_sm<T, C>))
+template <class T, int C, bool Gated, bool Whole>
+VK_KERNEL_BOUNDS(4 * C, (blocks_per_sm<T, C, LocalShared<T, C>>()))
 void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T* v, const T* k, const T* S,
                     const float* beta, const Chunk* chunks, Gate gate, float* dAqk, float* X, T* dW, T* dv,
                     float* dbeta_v, T* dA, i32 H, i32 HV, i32 K, i32 V) {
@@ -47,8 +47,6 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
     const int head = bidx() % HV, chunk = bidx() / HV;
     const Chunk c = chunks[chunk];
     if (c.rows == 0) return;  // past the last chunk
-    const Place<C> at;
-    const int sq = at.square_column;
     const int strideK = HV * K, strideV = HV * V, strideC = HV * C, strideQ = H * K;
     const i64 tokenV = c.token * strideV + i64(head) * V, tokenK = c.token * strideK + i64(head) * K;
     const i64 tokenC = c.token * strideC + i64(head) * C, tokenQ = c.token * strideQ + i64(head / (HV / H)) * K;
@@ -56,48 +54,42 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
     const T* const s_chunk = S + (i64(chunk) * HV + head) * K * V;
     const int slices = ceil_div(V, 64), steps = slices * (1 + ceil_div(K, 64));
 
-    auto load = [&](int i) {
+    auto load = [&](int thread, int i) {
         T* const to = x0 + i % L::stages * 4 * L::tile;
         const int v0 = i % slices * 64, k0 = (i / slices - 1) * 64, columns = V - v0;
         const i64 from = tokenV + v0;
         if (i < slices) {
-            load_tile<T, C, 64>(to, ld, dO + from, strideV, c.rows, columns, tid(), threads);
-            load_tile<T, C, 64>(to + L::tile, ld, Vnew + from, strideV, c.rows, columns, tid(), threads);
-            load_tile<T, C, 64>(to + 2 * L::tile, ld, dU + from, strideV, c.rows, columns, tid(), threads);
-            load_tile<T, C, 64>(to + 3 * L::tile, ld, v + from, strideV, c.rows, columns, tid(), threads);
+            load_pieces<Whole, T, C, 64>(to, ld, dO + from, strideV, c.rows, columns, thread, threads);
+            load_pieces<Whole, T, C, 64>(to + L::tile, ld, Vnew + from, strideV, c.rows, columns, thread, threads);
+            load_pieces<Whole, T, C, 64>(to + 2 * L::tile, ld, dU + from, strideV, c.rows, columns, thread, threads);
+            load_pieces<Whole, T, C, 64>(to + 3 * L::tile, ld, v + from, strideV, c.rows, columns, thread, threads);
         } else if (i < steps) {
-            load_tile<T, C, 64>(to, ld, dU + from, strideV, c.rows, columns, tid(), threads);
-            load_tile<T, 64, 64>(to + L::tile, ld, s_chunk + i64(k0) * V + v0, V, K - k0, columns, tid(), threads);
+            load_pieces<Whole, T, C, 64>(to, ld, dU + from, strideV, c.rows, columns, thread, threads);
+            load_pieces<Whole, T, 64, 64>(to + L::tile, ld, s_chunk + i64(k0) * V + v0, V, K - k0, columns, thread, threads);
         }
         cp_async_commit();
     };
     // Tiles of step i. At the first step of a slice of K its tile of k starts to load; wait_k and a barrier end that.
-    auto begin = [&](int i) -> T* {
+    auto begin = [&](int thread, int i) -> T* {
         if constexpr (L::stages == 1) {
             sync();
-            load(i);
+            load(thread, i);
         }
         cp_async_wait<0>();
         sync();
         if (i >= slices && i % slices == 0) {
             const int k0 = (i / slices - 1) * 64;
-            load_tile<T, C, 64>(x3, ld, k + tokenQ + k0, strideQ, c.rows, K - k0, tid(), threads);
+            load_pieces<Whole, T, C, 64>(x3, ld, k + tokenQ + k0, strideQ, c.rows, K - k0, thread, threads);
         }
         cp_async_commit();
-        if constexpr (L::stages == 2) load(i + 1);
+        if constexpr (L::stages == 2) load(thread, i + 1);
         return x0 + i % L::stages * 4 * L::tile;
     };
     auto wait_k = [&] { cp_async_wait<L::stages - 1>(); };
     // Row r of a tile times beta_r, and exp Gamma_r if `decayed`, rounded to T: the operands that U and W had, so that dA has
     // the error of U. What is left of it in dg, in which they meet, is the error of a difference and not of its terms.
-    auto scale_rows = [&](T* tile, bool decayed = false) {
-#pragma unroll 1
-        for (int p = tid(); p < C * 64 / vec<T>; p += threads) {
-            const int r = p / (64 / vec<T>), d = p % (64 / vec<T>) * vec<T>;
-            const u128 x = ld128(tile + r * ld + d);
-            float y[vec<T>];
-#pragma unroll
-            for (int i = 0; i < vec<T>; ++i) y[i] = to_float(get<T>(x, i));
+    auto scale_rows = [&](int thread, T* tile, bool decayed = false) {
+        scale_tile<T, C, 64>(tile, ld, thread, threads, [&](int r, int d, float (&y)[vec<T>]) {
             if (Gated && decayed) {
                 float sum[vec<T>];
 #pragma unroll
@@ -111,31 +103,31 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
             }
 #pragma unroll
             for (int i = 0; i < vec<T>; ++i) y[i] *= sb[r];
-            st128(tile + r * ld + d, pack<T>(y));
-        }
+        });
     };
 
     if (tid() < C) sb[tid()] = tid() < c.rows ? beta[tokenB + i64(tid()) * HV] : 0.f;
-    load_tile<T, C, C>(sA, lda, A + tokenC, strideC, c.rows, C, tid(), threads);
-    if constexpr (L::stages == 2) load(0);
+    load_pieces<Whole, T, C, C>(sA, lda, A + tokenC, strideC, c.rows, C, tid(), threads);
+    if constexpr (L::stages == 2) load(tid(), 0);
 
-    float acc_qk[1][Q_ / 8][4], acc_a[1][Q_ / 8][4], acc[1][W_ / 8][4], g[16];
-    clear(acc_qk);
+    float acc_a[1][Q_ / 8][4], acc[1][W_ / 8][4];
     clear(acc_a);
-    float db[2] = {0.f, 0.f};
+    {
+        float acc_qk[1][Q_ / 8][4], db[2] = {0.f, 0.f};
+        clear(acc_qk);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        T* const x = begin(step);
-        const int v0 = step % slices * 64, k0 = (step / slices - 1) * 64;
-        if (step < slices) {
+        for (int step = 0; step < slices; ++step) {
+            const Place<C> at(anew(tid()));
+            const int l = at.lane, sq = at.square_column;
+            T* const x = begin(at.thread, step);
             const T* const u = x + 2 * L::tile;
             T* const sv = x + 3 * L::tile;
-            warp_mma<T, 16, Q_, 64, NT>(acc_qk, x + at.row * ld, ld, x + L::tile + sq * ld, ld);
+            warp_mma<T, 16, Q_, 64, NT>(acc_qk, x + at.row * ld, ld, x + L::tile + sq * ld, ld, l);
             clear(acc);
 #pragma unroll 1
             for (int r = at.row; r < C; r += 16)  // A is lower triangular
-                warp_mma<T, 16, W_, 16, TN>(acc, sA + r * lda + at.row, lda, u + r * ld + at.column, ld);
-            const float b[2] = {sb[at.row + lane() / 4], sb[at.row + lane() / 4 + 8]};
+                warp_mma<T, 16, W_, 16, TN>(acc, sA + r * lda + at.row, lda, u + r * ld + at.column, ld, l);
+            const float b[2] = {sb[at.row + l / 4], sb[at.row + l / 4 + 8]};
             each_pair<W_ / 8>(at.row, at.column, [&](int r, int col, int n, int i) {
                 float v_[2];
                 load2(sv + r * ld + col, v_[0], v_[1]);
@@ -145,39 +137,56 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
                     db[i / 2] = fma(y, v_[j], db[i / 2]);
                     y *= b[i / 2];
                 }
-            });
+            }, l);
             sync();
-            scale_rows(sv);
+            scale_rows(at.thread, sv);
             sync();
-            warp_mma<T, 16, Q_, 64, NT>(acc_a, u + at.row * ld, ld, sv + sq * ld, ld);
-            store_fragment<T>(dv + tokenV + at.row * strideV + v0 + at.column, strideV, acc, c.rows - at.row,
-                              V - v0 - at.column);
-            continue;
+            warp_mma<T, 16, Q_, 64, NT>(acc_a, u + at.row * ld, ld, sv + sq * ld, ld, l);
+            store_fragment<T>(dv + tokenV + at.row * strideV + 64 * step + at.column, strideV, acc, c.rows - at.row,
+                              V - 64 * step - at.column, l);
         }
+        const Place<C> at(anew(tid()));
+        const int sq = at.square_column;
+        for_each_acc(acc_qk, [&](int r, int col, float& x) { x = sq + col <= at.row + r ? x : 0.f; });
+        store_fragment<float>(dAqk + tokenC + at.row * strideC + sq, strideC, acc_qk, c.rows - at.row, C - sq);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            db[i] += shfl_xor(db[i], 1);
+            db[i] += shfl_xor(db[i], 2);
+            if (at.lane % 4 == 0) sums[at.thread / warp_size / Place<C>::row_blocks * C + at.row + at.lane / 4 + 8 * i] = db[i];
+        }
+    }
 
-        if (v0 == 0) {
-            clear(acc);
-            if constexpr (Gated) load_gate<T>(g, gate, tokenK, strideK, c.rows, k0, K);
+#pragma unroll 1
+    for (int step = slices, k0 = 0; k0 < K; k0 += 64) {
+        float g[16];
+        clear(acc);
+        if constexpr (Gated) load_gate<T>(g, gate, tokenK, strideK, c.rows, k0, K);
+#pragma unroll 1
+        for (const int last = step + slices; step < last; ++step) {
+            const Place<C> at(anew(tid()));
+            const T* const x = begin(at.thread, step);
+            warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld, at.lane);
         }
-        warp_mma<T, 16, W_, 64, NT>(acc, x + at.row * ld, ld, x + L::tile + at.column * ld, ld);
-        if (v0 + 64 < V) continue;
-        for_each_acc(acc, [](int, int, float& y) { y = -y; });
+        const Place<C> at(anew(tid()));
+        const int l = at.lane;
+        for_each_acc(acc, [](int, int, float& y) { y = -y; }, l);
         store_acc<T>(x2 + at.row * ld + at.column, ld, acc);
         wait_k();
         sync();
         if constexpr (Gated) {
-            local_sums<T>(sc, L::ldc, g, gate, head, c.rows, k0, K);
+            local_sums<T>(sc, L::ldc, g, gate, head, c.rows, k0, K, nullptr, at.thread);
             sync();
         }
-        scale_rows(x3, Gated);
+        scale_rows(at.thread, x3, Gated);
         sync();
-        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);
-        store_tile<T, C, 64>(dW + tokenK + k0, strideK, x2, ld, c.rows, K - k0, tid(), threads);
+        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2 + at.row * ld, ld, x3 + at.square_column * ld, ld, l);
+        store_tile<T, C, 64, Whole>(dW + tokenK + k0, strideK, x2, ld, c.rows, K - k0, at.thread, threads);
     }
 
+    const Place<C> at(anew(tid()));
+    const int sq = at.square_column;
     T* const x1 = x0 + L::tile;
-    for_each_acc(acc_qk, [&](int r, int col, float& x) { x = sq + col <= at.row + r ? x : 0.f; });
-    store_fragment<float>(dAqk + tokenC + at.row * strideC + sq, strideC, acc_qk, c.rows - at.row, C - sq);
     for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x : 0.f; });
     store_acc<T>(x0 + at.row * ld + sq, ld, acc_a);
     sync();
@@ -191,12 +200,6 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
     for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? -x : 0.f; });
     store_fragment<float>(X + tokenC + at.row * strideC + sq, strideC, acc_a, c.rows - at.row, C - sq);
 
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        db[i] += shfl_xor(db[i], 1);
-        db[i] += shfl_xor(db[i], 2);
-        if (lane() % 4 == 0) sums[warp() / Place<C>::row_blocks * C + at.row + lane() / 4 + 8 * i] = db[i];
-    }
     sync();
     if (tid() < c.rows) dbeta_v[tokenB + i64(tid()) * HV] = sums[tid()] + sums[C + tid()];
 }

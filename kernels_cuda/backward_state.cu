@@ -99,19 +99,26 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     };
 
     float dS[NS][MT][NT_][4];
-    auto element = [&](int s, int row, int column) {  // of dht and dh0
-        const i64 d = s * KS + s0 + row, e = v0 + e0 + column;
-        return (i64(sequence) * HV + head) * K * V + (v_first ? e * K + d : d * V + e);
+    // f(x, at) for this lane's elements of dS that exist, at: where dht and dh0 have them. All made anew from the numbers of
+    // thread and block, because until dh0 nothing else needs head and sequence.
+    auto each_element = [&](auto f) {
+        const int thread = anew(tid()), block = anew(bidx()), warp = thread / warp_size, e_slice = block % slices * BV;
+        const i64 state = i64(block / slices) * K * V;
+        const int s0 = L::rows * (warp % L::row_groups), e0 = e_slice + L::columns * (warp / L::row_groups);
+#pragma unroll
+        for (int s = 0; s < NS; ++s)
+            for_each_acc(dS[s], [&](int row, int column, float& x) {
+                const i64 d = s * KS + s0 + row, e = e0 + column;
+                if (d < K && e < min(V, e_slice + BV)) f(x, state + (v_first ? e * K + d : d * V + e));
+            }, thread % warp_size);
     };
-    auto inside = [&](int s, int row, int column) { return s * KS + s0 + row < K && e0 + column < columns; };
     auto copy_state = [&](int s) { store_acc<T>(sS + (s * KS + s0) * ldv + e0, ldv, dS[s]); };
 #pragma unroll
-    for (int s = 0; s < NS; ++s) {
-        if (mover >= 0) break;
-        for_each_acc(dS[s], [&](int row, int column, float& x) {
-            x = dht && inside(s, row, column) ? dht[element(s, row, column)] : 0.f;
-        });
-        copy_state(s);
+    for (int s = 0; s < NS; ++s) clear(dS[s]);
+    if (mover < 0) {
+        if (dht) each_element([&](float& x, i64 at) { x = dht[at]; });
+#pragma unroll
+        for (int s = 0; s < NS; ++s) copy_state(s);
     }
 
     if (mover >= 0)
@@ -149,7 +156,7 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
             const T* const tile = begin_stage(step, s);
             if (mover >= 0) {
                 T* const to = dS_out + (i64(first + count - 1 - step) * HV + head) * K * V + v0;
-                if (s == 0) store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, mover, L::movers);
+                if (s == 0) store_tile<T, KP, BV>(to, V, sS, ldv, K, columns, anew(mover), L::movers);
                 continue;
             }
             if (s == 0) {
@@ -168,7 +175,7 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
             const T* const tile = begin_stage(step, NS + s);
             if (mover >= 0) {
                 T* const to = dU + token_at(step) * strideV + offsetV;
-                if (s == 0) store_tile<T, C, BV>(to, strideV, sU, ldv, rows, columns, mover, L::movers);
+                if (s == 0) store_tile<T, C, BV>(to, strideV, sU, ldv, rows, columns, anew(mover), L::movers);
                 continue;
             }
             // dS grows by Qg^T dO - W^T dU, each added once: see state.cu.
@@ -196,12 +203,7 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
         }
     }
     if (mover >= 0) return;
-    if (dh0)
-#pragma unroll
-        for (int s = 0; s < NS; ++s)
-            for_each_acc(dS[s], [&](int row, int column, float& x) {
-                if (inside(s, row, column)) dh0[element(s, row, column)] = x;
-            });
+    if (dh0) each_element([&](float& x, i64 at) { dh0[at] = x; });
 }
 
 }  // namespace vk

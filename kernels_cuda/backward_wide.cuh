@@ -127,7 +127,7 @@ VK_DEVICE void load_triangles(const WideTriangle<T, C> (&m)[2], const float* dAq
 // row br; N columns from column bc.
 template <bool Transposed, int N, class T, int C, int Rows, int E>
 VK_DEVICE void wide_mma(float (&acc)[E][1][N / 8][4], const WideTriangle<T, C> (&m)[E], int I, int J,
-                        const WideTile<T, Rows, 64>& x, int br, int bc) {
+                        const WideTile<T, Rows, 64>& x, int br, int bc, int l = lane()) {
     using X = WideTile<T, Rows, 64>;
     const int ld = m[0].ld(I);
     const auto* const b = x.p + br * X::ld + bc;
@@ -135,14 +135,14 @@ VK_DEVICE void wide_mma(float (&acc)[E][1][N / 8][4], const WideTriangle<T, C> (
         u32 hi[E][4], lo[E][4];
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-            load_a<Transposed>(hi[e], m[e].at(I, 0, 16 * J), ld, 0, 0);
-            load_a<Transposed>(lo[e], m[e].at(I, 0, 16 * J) + m[e].plane, ld, 0, 0);
+            load_a<Transposed>(hi[e], m[e].at(I, 0, 16 * J), ld, 0, 0, l);
+            load_a<Transposed>(lo[e], m[e].at(I, 0, 16 * J) + m[e].plane, ld, 0, 0, l);
         }
 #pragma unroll
         for (int n = 0; n < N / 8; n += 2) {
             u32 bh[4], bl[4];
-            load_b2<false>(bh, b, X::ld, 0, 8 * n);
-            load_b2<false>(bl, b + X::plane, X::ld, 0, 8 * n);
+            load_b2<false>(bh, b, X::ld, 0, 8 * n, l);
+            load_b2<false>(bl, b + X::plane, X::ld, 0, 8 * n, l);
 #pragma unroll
             for (int e = 0; e < E; ++e)
 #pragma unroll
@@ -157,7 +157,7 @@ VK_DEVICE void wide_mma(float (&acc)[E][1][N / 8][4], const WideTriangle<T, C> (
     } else {
 #pragma unroll
         for (int e = 0; e < E; ++e)
-            warp_mma<float, 16, N, 16, Transposed ? TN : NN>(acc[e], m[e].at(I, 0, 16 * J), ld, b, X::ld);
+            warp_mma<float, 16, N, 16, Transposed ? TN : NN>(acc[e], m[e].at(I, 0, 16 * J), ld, b, X::ld, l);
     }
 }
 
@@ -184,10 +184,10 @@ template <class T> struct RowsOf<T, true> { using type = TileRows<T>; };
 template <class T> using SourceRows = typename RowsOf<T, is_16bit<T>>::type;
 
 // acc *= table[column] for a warp that stands at `column`.
-template <int E, int NT_> VK_DEVICE void decay_columns(float (&acc)[E][1][NT_][4], const float* table, int column) {
+template <int E, int NT_> VK_DEVICE void decay_columns(float (&acc)[E][1][NT_][4], const float* table, int column, int l = lane()) {
 #pragma unroll
     for (int n = 0; n < NT_; ++n) {
-        const pair32 fall = *reinterpret_cast<const pair32*>(table + column + 8 * n + 2 * (lane() % 4));
+        const pair32 fall = *reinterpret_cast<const pair32*>(table + column + 8 * n + 2 * (l % 4));
 #pragma unroll
         for (int e = 0; e < E; ++e)
 #pragma unroll

@@ -167,7 +167,7 @@ def prepare(backend: Backend, call: Forward, table: Table, out: dict[str, int], 
     out : addresses by name: Aqk, U, W and, with a gate, Kg, Qg, decay; optional A, Gamma, qn, kn, beta (Kg, Qg).
     """
     beta_kind = 0 if not call.beta_sigmoid else 2 if call.allow_neg_eigval else 1
-    whole = _whole(call, (call.q, call.k, call.v, *out.values())) and call.g % 16 == 0
+    whole = whole_pieces(call, (call.q, call.k, call.v, *out.values())) and call.g % 16 == 0
     backend.launch(
         f"prepare<{TYPES[call.dtype]},{call.chunk},{GATES[call.gate]},{str(whole).lower()}>",
         (call.chunks * call.HV, 1, 1), 4 * call.chunk, prepare_shared(call.dtype, call.chunk),
@@ -200,7 +200,7 @@ def chunk_state(
     plain = not call.gated
     Kg, Qg = (out.get("kn") or call.k, out.get("qn") or call.q) if plain else (out["Kg"], out["Qg"])
     BV, R, warps = state_tiles(call, shared_limit, processors)
-    whole = _whole(call, (Kg, Qg, *out.values()))
+    whole = whole_pieces(call, (Kg, Qg, *out.values()))
     flags = ",".join(str(flag).lower() for flag in (call.gated, bool(out.get("o")), whole))
     backend.launch(
         f"chunk_state<{TYPES[call.dtype]},{call.chunk},{call.KP},{BV},{R},{warps},{flags}>",
@@ -214,7 +214,7 @@ def chunk_state(
     )  # fmt: skip
 
 
-def _whole(call: Forward, addresses: Iterable[int]) -> bool:
+def whole_pieces(call: Forward, addresses: Iterable[int]) -> bool:
     """Whether every row is a whole number of aligned 16-byte pieces."""
     size = BYTES[call.dtype]
     return call.K * size % 16 == 0 and call.V * size % 16 == 0 and all(address % 16 == 0 for address in addresses)

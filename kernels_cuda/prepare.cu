@@ -45,21 +45,6 @@ VK_DEVICE void lower_product(float (&acc)[C / 16][Columns / 8][4], const T* At, 
     }
 }
 
-// Row r of X times factor[r], rounded to T; a whole warp.
-template <class T, int C, int Columns> VK_DEVICE void scale_rows(T* X, int ld, const float* factor) {
-    constexpr int pieces = Columns / vec<T>;
-#pragma unroll 2
-    for (int p = lane(); p < C * pieces; p += 32) {
-        T* const at = X + p / pieces * ld + p % pieces * vec<T>;
-        const float f = factor[p / pieces];
-        const u128 x = ld128(at);
-        float y[vec<T>];
-#pragma unroll
-        for (int i = 0; i < vec<T>; ++i) y[i] = f * to_float(get<T>(x, i));
-        st128(at, pack<T>(y));
-    }
-}
-
 // Eight rows from p: 1 / sqrt(sum x^2 + eps) of row i to out[i]; a whole warp.
 template <bool Whole, class T> VK_DEVICE void inverse_norms(float* out, const T* p, int stride, int rows, int K) {
     float sum[8] = {};
@@ -80,7 +65,8 @@ template <bool Whole, class T> VK_DEVICE void inverse_norms(float* out, const T*
 // [tokens,HV,K], decay = exp gC [chunks,HV,K], A [tokens,HV,C], Gamma [tokens,HV,K] in log2 units, qn, kn [tokens,H,K]
 // after the norm, beta_used [tokens,HV].
 template <class T, int C, int Kind, bool Whole>
-VK_KERNEL_BOUNDS((PrepareShape<T, C>::threads), (is_16bit<T> ? 128 / C : 1))
+VK_KERNEL_BOUNDS((PrepareShape<T, C>::threads),
+                 (is_16bit<T> ? blocks_that_fit(PrepareShape<T, C>::bytes, (Whole ? 128 : 64) / C) : 1))
 void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, const void* beta, i32 beta_is_float,
              const float* A_log, const float* dt_bias, float lower_bound, i32 beta_kind, i32 qk_norm, float scale,
              const Chunk* chunks, i32 H, i32 HV, i32 K, i32 V, T* Aqk, T* U, T* W, T* Kg, T* Qg, float* decay, T* A_out,
@@ -120,10 +106,17 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
     products.clear();
 #pragma unroll 1
     for (int slice = 0; slice < K; slice += 64) {
-        const int channel = slice + 2 * lane(), count = K - channel, live = count > 0 ? alive : 0;
+        const int channel = slice + 2 * lane(), left = K - channel, live = left > 0 ? alive : 0;
+        const int count = Whole ? 2 : left;  // whole rows have both channels of a lane or none
         const i64 atQ = rowQ + first_row * strideQ + channel, atK = rowK + first_row * strideK + channel;
         float* const total = totals + slice / 64 % 2 * groups * 64 + 2 * lane();  // log decay of row group i at total[64 i]
         RowGroup<T> x;
+        float rate = 0.f, bias[2] = {0.f, 0.f};
+        if constexpr (Gated) {
+            rate = gate_rate(gate, head);
+            if (Kind != gate_log && dt_bias)
+                for (int j = 0; j < min(left, 2); ++j) bias[j] = dt_bias[head * K + channel + j];
+        }
         {
             const T* const pq = q + atQ;
             const T* const pk = k + atQ;
@@ -134,15 +127,11 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             }
         }
         if constexpr (Gated) {
-            const float rate = gate_rate(gate, head);
-            float bias[2] = {0.f, 0.f};
-            if (Kind != gate_log && dt_bias)
-                for (int j = 0; j < min(count, 2); ++j) bias[j] = dt_bias[head * K + channel + j];
             pair32 raw[8];
             if (g_is_float) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    raw[i] = load_pair<Whole>(static_cast<const float*>(g) + atK + i * strideK, i < live ? count : 0);
+                    raw[i] = load_pair<Whole>(static_cast<const float*>(g) + atK + i * (Kind == gate_log ? strideK : anew(strideK)), i < live ? count : 0);
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
@@ -156,8 +145,9 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                 sum[0] += x.fall[i][0];
                 sum[1] += x.fall[i][1];
             }
-            total[64 * group] = sum[0];
-            total[64 * group + 1] = sum[1];
+            float* const to = totals + slice / 64 % 2 * groups * 64 + 2 * (anew(tid()) % warp_size) + 64 * group;
+            to[0] = sum[0];
+            to[1] = sum[1];
         }
         if (qk_norm) {
             const float* const norm = sbeta + C + first_row;
@@ -220,8 +210,6 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                 const float start1 = half ? exp_decay<T>(total[64 * (group - half) + 1]) : 1.f;
                 T* const row_q = sq + (first_row - 16) * ld + 2 * lane();
                 T* const row_k = sk + (first_row - 16) * ld + 2 * lane();
-                T* to_W = W + atK;
-                T* to_Q = Qg + atK;
                 Fall<T> f0, f1;
                 float dot[8];
 #pragma unroll
@@ -235,20 +223,22 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                         *reinterpret_cast<Pair<T>*>(row_k + i * ld) = round_pair<T>(k0 * start0, k1 * start1);
                     }
                     const int n = i < live ? count : 0;
-                    store_pair<Whole>(to_Q, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
-                    store_pair<Whole>(to_W, round_pair<T>(sbeta[first_row + i] * (k0 * e0), sbeta[first_row + i] * (k1 * e1)), n);
-                    to_Q += strideK, to_W += strideK;
+                    store_pair<Whole>(Qg + atK + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
+                    store_pair<Whole>(W + atK + i * strideK, round_pair<T>(sbeta[first_row + i] * (k0 * e0), sbeta[first_row + i] * (k1 * e1)), n);
                 }
                 products.diagonal += sum_lanes(dot);
                 // exp gC. In float calls it is the factor of W's last row to the bit: with beta near 1 all but 1 - beta of one
                 // cancels the other. 16-bit calls round W, and a state that lives long needs each of its factors exact.
                 if (decay && group == (rows - 1) / 8) {
-                    float* const to = decay + (i64(chunk_index) * HV + head) * K + channel;
-                    if (count > 0) to[0] = is_16bit<T> ? exp2_close(before[0] + total[64 * group]) : f0.value() * e0;
-                    if (count > 1) to[1] = is_16bit<T> ? exp2_close(before[1] + total[64 * group + 1]) : f1.value() * e1;
+                    float* const to = decay + i64(bidx()) * K + channel;
+                    if (left > 0) to[0] = is_16bit<T> ? exp2_close(before[0] + total[64 * group]) : f0.value() * e0;
+                    if (left > 1) to[1] = is_16bit<T> ? exp2_close(before[1] + total[64 * group + 1]) : f1.value() * e1;
                 }
             }
             {
+                const int l = anew(tid()) % warp_size, channel = slice + 2 * l, live = channel < K ? alive : 0;
+                const i64 atK = rowK + first_row * strideK + channel;
+                const float* const total = totals + slice / 64 % 2 * groups * 64 + 2 * l;
                 // after: sum over the rows after this group's; gap[d]: over those before the block d later.
                 float after[2] = {0.f, 0.f}, gap[max(blocks, 2)][2];
 #pragma unroll
@@ -261,19 +251,17 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     }
                 }
                 const float t0 = exp_decay<T>(after[0]), t1 = exp_decay<T>(after[1]);
-                T* to_K = Kg + atK + 7 * strideK;
                 Fall<T> f0, f1;
 #pragma unroll
                 for (int i = 7; i >= 0; --i) {
                     const pair32 w = unpack<T>(x.k[i]);
                     const float k0 = w.x * f0.value(), k1 = w.y * f1.value();
-                    store_pair<Whole>(to_K, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
-                    to_K -= strideK;
+                    store_pair<Whole>(Kg + atK + i * strideK, round_pair<T>(k0 * t0, k1 * t1), i < live ? count : 0);
 #pragma unroll
                     for (int d = 1; d < blocks; ++d)
                         if (block + d < blocks) {
                             const int r = 16 * IntraProducts<T, C>::pair_of(block, d) + 8 * half + i;
-                            *reinterpret_cast<Pair<T>*>(scolumns + r * ld + 2 * lane()) =
+                            *reinterpret_cast<Pair<T>*>(scolumns + r * ld + 2 * l) =
                                 round_pair<T>(k0 * gap[d][0], k1 * gap[d][1]);
                         }
                     f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
@@ -360,7 +348,10 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         syncwarp();
         const bool of_v = unit < v_units;
         if (of_v) {
-            scale_rows<T, C, S::width>(sx, S::ldx, sbeta);
+            scale_tile<T, C, S::width>(sx, S::ldx, lane(), 32, [&](int r, int, float (&y)[vec<T>]) {
+#pragma unroll
+                for (int i = 0; i < vec<T>; ++i) y[i] *= sbeta[r];
+            });
             syncwarp();
         }
         float acc[blocks][S::width / 8][4];

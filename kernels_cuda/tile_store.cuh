@@ -67,4 +67,20 @@ VK_DEVICE void store_tile(T* G, i64 row_stride, const T* S, int ld, int rows, in
     }
 }
 
+// A tile in place: scale(r, c, y) multiplies the vec<T> neighbours y of row r from column c on, in float; rounded to T once.
+template <class T, int Rows, int Columns, class Scale>
+VK_DEVICE void scale_tile(T* S, int ld, int thread, int threads, Scale scale) {
+    constexpr int pieces = Columns / vec<T>;
+#pragma unroll 1
+    for (int p = thread; p < Rows * pieces; p += threads) {
+        const int r = p / pieces, c = p % pieces * vec<T>;
+        const u128 x = ld128(S + r * ld + c);
+        float y[vec<T>];
+#pragma unroll
+        for (int i = 0; i < vec<T>; ++i) y[i] = to_float(get<T>(x, i));
+        scale(r, c, y);
+        st128(S + r * ld + c, pack<T>(y));
+    }
+}
+
 }  // namespace vk

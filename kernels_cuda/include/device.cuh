@@ -14,6 +14,26 @@
 namespace vk {
 
 VK_DEVICE int tid() { return int(threadIdx.x); }
+// Blocks with `bytes` of shared memory that fit on a multiprocessor together, at most `most`: for VK_KERNEL_BOUNDS, because
+// to hold registers to a number of blocks that cannot be there only spills. A block takes 1 KB more than it asks for.
+VK_DEVICE constexpr int blocks_that_fit(int bytes, int most) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10
+    constexpr int shared = 228 * 1024;
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
+    constexpr int shared = 164 * 1024;
+#else
+    constexpr int shared = 100 * 1024;
+#endif
+    const int fit = shared / (bytes + 1024);
+    return fit < 1 ? 1 : fit < most ? fit : most;
+}
+
+// x, but what is computed from it is computed where it is used: an address that a compiler would rather keep from one phase
+// of a kernel to the next takes a register, and where registers are short that is one spilled.
+VK_DEVICE int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 VK_DEVICE int nthreads() { return int(blockDim.x); }
 VK_DEVICE int bidx() { return int(blockIdx.x); }
 VK_DEVICE int bidy() { return int(blockIdx.y); }

@@ -33,8 +33,7 @@ template <int MT, int NT_> VK_DEVICE void clear(float (&acc)[MT][NT_][4]) {
 }
 
 // f(row, column, element) for each of this lane's elements.
-template <int MT, int NT_, class F> VK_DEVICE void for_each_acc(float (&acc)[MT][NT_][4], F f) {
-    const int l = lane();
+template <int MT, int NT_, class F> VK_DEVICE void for_each_acc(float (&acc)[MT][NT_][4], F f, int l = lane()) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -65,25 +64,25 @@ template <class T, int MT, int NT_> VK_DEVICE void store_acc(T* S, int ld, const
 // ---- 16-bit operands: fragments of mma16816 -----------------------------------------------------
 
 // A fragment: rows m..m+15, columns k..k+15 of A, stored [m][k], or [k][m] when transposed.
-template <bool Transposed, class T> VK_DEVICE void load_a(u32 (&a)[4], const T* A, int ld, int m, int k) {
+template <bool Transposed, class T> VK_DEVICE void load_a(u32 (&a)[4], const T* A, int ld, int m, int k, int l = lane()) {
     static_assert(is_16bit<T>, "fragments hold f16 or bf16");
-    const int r = lane() % 8, block = lane() / 8;  // which row of which 8x8 matrix this lane points at
+    const int r = l % 8, block = l / 8;  // which row of which 8x8 matrix this lane points at
     if constexpr (Transposed) ldmatrix_x4_trans(a, A + (k + 8 * (block / 2) + r) * ld + m + 8 * (block % 2));
     else ldmatrix_x4(a, A + (m + 8 * (block % 2) + r) * ld + k + 8 * (block / 2));
 }
 
 // Two B fragments, columns n..n+7 in b[0,1] and n+8..n+15 in b[2,3]; B stored [k][n], or [n][k] when transposed.
-template <bool Transposed, class T> VK_DEVICE void load_b2(u32 (&b)[4], const T* B, int ld, int k, int n) {
+template <bool Transposed, class T> VK_DEVICE void load_b2(u32 (&b)[4], const T* B, int ld, int k, int n, int l = lane()) {
     static_assert(is_16bit<T>, "fragments hold f16 or bf16");
-    const int r = lane() % 8, block = lane() / 8;
+    const int r = l % 8, block = l / 8;
     if constexpr (Transposed) ldmatrix_x4(b, B + (n + 8 * (block / 2) + r) * ld + k + 8 * (block % 2));
     else ldmatrix_x4_trans(b, B + (k + 8 * (block % 2) + r) * ld + n + 8 * (block / 2));
 }
 
 // One B fragment, columns n..n+7.
-template <bool Transposed, class T> VK_DEVICE void load_b(u32 (&b)[2], const T* B, int ld, int k, int n) {
+template <bool Transposed, class T> VK_DEVICE void load_b(u32 (&b)[2], const T* B, int ld, int k, int n, int l = lane()) {
     static_assert(is_16bit<T>, "fragments hold f16 or bf16");
-    const int r = lane() % 8, block = lane() / 8 % 2;
+    const int r = l % 8, block = l / 8 % 2;
     if constexpr (Transposed) ldmatrix_x2(b, B + (n + r) * ld + k + 8 * block);
     else ldmatrix_x2_trans(b, B + (k + 8 * block + r) * ld + n);
 }
@@ -115,7 +114,7 @@ template <bool KMajor> VK_DEVICE void load_k4(float (&x)[4], const float* P, int
 
 // All 32 lanes of a warp call this together. The operands must have been made visible by a barrier.
 template <class T, int M, int N, int K, Form F = NN>
-VK_DEVICE void warp_mma(float (&acc)[M / 16][N / 8][4], const T* A, int lda, const T* B, int ldb) {
+VK_DEVICE void warp_mma(float (&acc)[M / 16][N / 8][4], const T* A, int lda, const T* B, int ldb, int l = lane()) {
     static_assert(M % 16 == 0 && N % 8 == 0 && K % 16 == 0, "M and K are multiples of 16, N of 8");
     constexpr bool ta = F == TN || F == TT, tb = F == NT || F == TT;
     if constexpr (is_16bit<T>) {
@@ -123,11 +122,11 @@ VK_DEVICE void warp_mma(float (&acc)[M / 16][N / 8][4], const T* A, int lda, con
         for (int k = 0; k < K; k += 16) {
             u32 a[M / 16][4];
 #pragma unroll
-            for (int m = 0; m < M / 16; ++m) load_a<ta>(a[m], A, lda, 16 * m, k);
+            for (int m = 0; m < M / 16; ++m) load_a<ta>(a[m], A, lda, 16 * m, k, l);
 #pragma unroll
             for (int n = 0; n + 1 < N / 8; n += 2) {
                 u32 b[4];
-                load_b2<tb>(b, B, ldb, k, 8 * n);
+                load_b2<tb>(b, B, ldb, k, 8 * n, l);
                 const u32 b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
 #pragma unroll
                 for (int m = 0; m < M / 16; ++m) {
@@ -137,14 +136,14 @@ VK_DEVICE void warp_mma(float (&acc)[M / 16][N / 8][4], const T* A, int lda, con
             }
             if constexpr (N / 8 % 2 == 1) {
                 u32 b[2];
-                load_b<tb>(b, B, ldb, k, N - 8);
+                load_b<tb>(b, B, ldb, k, N - 8, l);
 #pragma unroll
                 for (int m = 0; m < M / 16; ++m) mma16816<T>(acc[m][N / 8 - 1], a[m], b);
             }
         }
     } else {
         static_assert(is_same<T, float>, "T is f16, bf16 or float");
-        const int row = frag_row(lane(), 0), col = frag_col(lane(), 0);
+        const int row = frag_row(l, 0), col = frag_col(l, 0);
 #pragma unroll 2
         for (int k = 0; k < K; k += 4) {
             float a[M / 8][4];

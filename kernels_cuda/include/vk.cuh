@@ -12,7 +12,7 @@
 
 // What a side must define:
 //   macros    VK_DEVICE, VK_KERNEL, VK_KERNEL_BOUNDS(threads, min_blocks), VK_DYN_SHARED(name)
-//   position  tid nthreads bidx bidy bidz gdimx gdimy gdimz
+//   position  tid nthreads bidx bidy bidz gdimx gdimy gdimz, anew, blocks_that_fit
 //   order     sync syncwarp
 //   exchange  shfl shfl_xor shfl_up shfl_down (4-byte types, all 32 lanes)
 //   matrix    ldmatrix_x4 ldmatrix_x4_trans ldmatrix_x2 ldmatrix_x2_trans mma16816<T>

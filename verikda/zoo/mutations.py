@@ -69,7 +69,7 @@ MUTATIONS: dict[str, Mutation] = {
         ("prepare.cu", "gap[d][j] = exp_decay<T>(after[j])", "gap[d][j] = 1.f"), USUAL, regime="more than 32 tokens"),
     "CUDA_TOTAL_OF_NEIGHBOUR": _one(
         "decay", "a row group's total decay is taken from the neighbouring channel",
-        ("prepare.cu", "total[64 * group] = sum[0];", "total[64 * group] = sum[1];"), USUAL),
+        ("prepare.cu", "to[0] = sum[0];", "to[0] = sum[1];"), USUAL),
     "CUDA_ANCHOR_LATER": Mutation(
         "anchor", "differences of decays are split at a row of the future: values stay right, bits follow later tokens",
         (("intra.cuh", " row * ld, q[i], x.value(),", f" row * ld, q[i], x.value() / {_LATER},"),
@@ -115,7 +115,7 @@ MUTATIONS: dict[str, Mutation] = {
         (("prepare.cu", "st128(sAt + i * lda + j, x);",
           "float ab[vec<T>]; for (int e = 0; e < vec<T>; ++e) ab[e] = a[e] * sbeta[j + e]; "
           "st128(sAt + i * lda + j, pack<T>(ab));"),
-         ("prepare.cu", "y[i] = f * to_float(get<T>(x, i));", "y[i] = to_float(get<T>(x, i));"),
+         ("prepare.cu", "y[i] *= sbeta[r];", "y[i] *= 1.f;"),
          ("prepare.cu", "sbeta[first_row + i] * (k0 * e0), sbeta[first_row + i] * (k1 * e1)", "k0 * e0, k1 * e1"),
          ("prepare.cu", "round_pair<T>(b * w.x, b * w.y)", "round_pair<T>(w.x, w.y)")),
         Case(lengths=(8,), heads=4, K=3, V=24, dtype="bfloat16", beta_dtype="same", gate_magnitude=2.0,
@@ -124,16 +124,16 @@ MUTATIONS: dict[str, Mutation] = {
         regime="beta of the sigmoid, few keys"),
     "CUDA_VALUES_OF_ONE_ROUNDING": Mutation(
         "early rounding", "dA has beta V unrounded, where U has it rounded: their errors no longer cancel in dg",
-        (("backward_local.cu", "scale_rows(sv);", ""),
-         ("backward_local.cu", "if (v0 == 0) {",
-          "if (v0 == 0) { if (k0 == 0) for_each_acc(acc_a, [&](int, int col, float& y) { y *= sb[sq + col]; });")),
+        (("backward_local.cu", "scale_rows(at.thread, sv);", ""),
+         ("backward_local.cu", "store_fragment<float>(dAqk",
+          "for_each_acc(acc_a, [&](int, int col, float& y) { y *= sb[sq + col]; }); store_fragment<float>(dAqk")),
         Case(lengths=(2, 1, 1, 2), packed=True, K=2, V=8, dtype="float16", g_dtype="same", query_regime="keys",
              value_regime="constant", do_regime="ints", gate_magnitude=2.0, seed=1),
         regime="16-bit, queries like keys, equal values"),
     "CUDA_DECAY_FROM_SUMS": _one(
         "early rounding", "float calls take the decay of one token as a difference of sums, whose digits are gone",
-        ("backward_common.cuh", "if (single) alone[i * ld] = log;",
-         "if (single) alone[i * ld] = i ? sum - column[(i - 1) * ld] : sum;"),
+        ("backward_common.cuh", "if (alone) alone[i * ld] = log;",
+         "if (alone) alone[i * ld] = i ? sum - column[(i - 1) * ld] : sum;"),
         Case(lengths=(7,), K=2, gate_regime="reset", key_regime="sparse_int", beta_regime="binary",
              value_regime="ints"),
         regime="float32, a weak gate after a strong one"),
@@ -209,18 +209,18 @@ MUTATIONS: dict[str, Mutation] = {
         ("backward_state.cu", "add(dS[s], change, -1.f);", "add(dS[s], change, 1.f);"), USUAL),
     "CUDA_DHT_IGNORED": _one(
         "state gradient", "the gradient of the final state is not read",
-        ("backward_state.cu", "x = dht && inside", "x = dht && K < 0 && inside"), USUAL, ("floor", "adjoint"),
+        ("backward_state.cu", "if (dht) each", "if (dht && K < 0) each"), USUAL, ("floor", "adjoint"),
         regime="dht given"),
     "CUDA_DH0_OF_EMPTY": _one(
         "unwritten output", "dh0 of an empty sequence is never written",
-        ("backward_state.cu", "    if (dh0)\n", "    if (dh0 && count > 0)\n"), PACK, ("floor", "empty_passthrough"),
+        ("backward_state.cu", "if (dh0) each", "if (dh0 && count > 0) each"), PACK, ("floor", "empty_passthrough"),
         ("fla #103",), "an empty sequence with an initial state"),
     "CUDA_DU_FROM_OUTPUT": _one(
         "dropped term", "dU lacks the output's part of its own row block",
         ("backward_state.cu", "if (i >= r0)", "if (i > r0)"), USUAL),
     "CUDA_DA_WITHOUT_W": _one(
         "dropped term", "dA lacks its part from W",
-        ("backward_local.cu", "(acc_a, x2 + at.row * ld, ld, x3 + sq * ld, ld);", "(acc_qk, x2, ld, x3, ld);"), USUAL),
+        ("backward_local.cu", _DW + " + at.row * ld, ld, x3 + at.square_column * ld, ld, l);\n", ""), USUAL),
     "CUDA_X_SIGN": _one(
         "sign", "the gradient of L has the wrong sign",
         ("backward_local.cu", "at.row + r ? -x : 0.f", "at.row + r ? x : 0.f"), USUAL),
