@@ -99,9 +99,9 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
     };
 
     float dS[NS][MT][NT_][4];
-    // f(x, at) for this lane's elements of dS that exist, at: where dht and dh0 have them. All made anew from the numbers of
-    // thread and block, because until dh0 nothing else needs head and sequence.
-    auto each_element = [&](auto f) {
+    // Elements of dS that exist from dht, or to dh0. All is made anew from the numbers of thread and block, because between
+    // the two nothing needs it.
+    auto move_state = [&](const float* from, float* to) {
         const int thread = anew(tid()), block = anew(bidx()), warp = thread / warp_size, e_slice = block % slices * BV;
         const i64 state = i64(block / slices) * K * V;
         const int s0 = L::rows * (warp % L::row_groups), e0 = e_slice + L::columns * (warp / L::row_groups);
@@ -109,14 +109,18 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
         for (int s = 0; s < NS; ++s)
             for_each_acc(dS[s], [&](int row, int column, float& x) {
                 const i64 d = s * KS + s0 + row, e = e0 + column;
-                if (d < K && e < min(V, e_slice + BV)) f(x, state + (v_first ? e * K + d : d * V + e));
+                if (d < K && e < min(V, e_slice + BV)) {
+                    const i64 at = state + (v_first ? e * K + d : d * V + e);
+                    if (from) x = from[at];
+                    else to[at] = x;
+                }
             }, thread % warp_size);
     };
     auto copy_state = [&](int s) { store_acc<T>(sS + (s * KS + s0) * ldv + e0, ldv, dS[s]); };
 #pragma unroll
     for (int s = 0; s < NS; ++s) clear(dS[s]);
     if (mover < 0) {
-        if (dht) each_element([&](float& x, i64 at) { x = dht[at]; });
+        if (dht) move_state(dht, nullptr);
 #pragma unroll
         for (int s = 0; s < NS; ++s) copy_state(s);
     }
@@ -203,7 +207,7 @@ void backward_state(const T* Kg, const T* W, const T* Qg, const T* Aqk, const T*
         }
     }
     if (mover >= 0) return;
-    if (dh0) each_element([&](float& x, i64 at) { dh0[at] = x; });
+    if (dh0) move_state(nullptr, dh0);
 }
 
 }  // namespace vk

@@ -209,11 +209,11 @@ MUTATIONS: dict[str, Mutation] = {
         ("backward_state.cu", "add(dS[s], change, -1.f);", "add(dS[s], change, 1.f);"), USUAL),
     "CUDA_DHT_IGNORED": _one(
         "state gradient", "the gradient of the final state is not read",
-        ("backward_state.cu", "if (dht) each", "if (dht && K < 0) each"), USUAL, ("floor", "adjoint"),
+        ("backward_state.cu", "if (dht) move", "if (dht && K < 0) move"), USUAL, ("floor", "adjoint"),
         regime="dht given"),
     "CUDA_DH0_OF_EMPTY": _one(
         "unwritten output", "dh0 of an empty sequence is never written",
-        ("backward_state.cu", "if (dh0) each", "if (dh0 && count > 0) each"), PACK, ("floor", "empty_passthrough"),
+        ("backward_state.cu", "if (dh0) move", "if (dh0 && count > 0) move"), PACK, ("floor", "empty_passthrough"),
         ("fla #103",), "an empty sequence with an initial state"),
     "CUDA_DU_FROM_OUTPUT": _one(
         "dropped term", "dU lacks the output's part of its own row block",
