@@ -39,7 +39,9 @@ _FORBIDDEN = {
     r"^cut offset$": "is an address made of a 64-bit offset cut to 32 bits",
 }
 
-_UNUSUAL = re.compile(r"prepare<.*,false>|chunk_state<.*,(false,true|true,false|false,false)>")  # ragged, or no output
+_UNUSUAL = re.compile(
+    r"(prepare|backward_local|backward_intra)<.*,false>|chunk_state<.*,(false,true|true,false|false,false)>"
+)  # ragged, or no output
 
 
 def problems(made: Cubin, spills: Mapping[str, int]) -> list[str]:
