@@ -25,7 +25,7 @@ SPILLS: Mapping[str, Mapping[str, int]] = {
 }
 """Most bytes, stored and loaded together, by architecture and instance: what `COMPILER` needs.
 
-It is held to the registers with which two blocks share a multiprocessor. `anew` of device.cuh keeps the others within them.
+It is held to the registers with which two blocks share a multiprocessor; `anew` of device.cuh keeps others within them.
 """
 COMPILER = "NVRTC 13.5"
 

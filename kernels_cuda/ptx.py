@@ -32,12 +32,13 @@ def _cut_offsets(ptx: str) -> int:
 
     A number counts as one of 64 bits if something of that width was loaded or multiplied for it. A value is made of
     what its registers were given further up. Not counted: the short way of a 64-bit division, which the compiler takes
-    where both numbers fit.
+    where both numbers fit; the low half of one product of 32-bit numbers, which is that product in 32 bits.
     """
     given: defaultdict[str, set[int]] = defaultdict(set)  # register: instructions that wrote it so far
     made_of: dict[int, set[int]] = {}
     cut: dict[int, set[int]] = {}
     wide: set[int] = set()
+    products: set[int] = set()
     divided: set[int] = set()
     addresses: list[set[int]] = []
     lines = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)\s+([^;]*);", ptx, re.MULTILINE)
@@ -51,9 +52,11 @@ def _cut_offsets(ptx: str) -> int:
         sources = set[int]().union(*(given[x] for x in re.findall(r"%rd?\d+", read)))
         if re.match(r"ld\..*64$|mul\.wide|(mul|mad)\.lo\.[us]64", opcode):
             wide.add(at)
+        if opcode.startswith("mul.wide"):
+            products.add(at)
         if re.match(r"(div|rem)\.[us]32", opcode):
             divided |= sources
-        if re.match(r"cvt\.[us]32\.[us]64", opcode):
+        if re.match(r"cvt\.[us]32\.[us]64", opcode) and not sources <= products:
             cut[at] = sources
         else:
             made_of[at] = set() if load else sources

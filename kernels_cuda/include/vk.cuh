@@ -5,7 +5,8 @@
 // NVRTC, nvcc and g++/clang++ compile it; no toolkit or standard header is needed on the device.
 //
 // Rules for kernels: one-dimensional blocks; shared memory only through VK_DYN_SHARED (the host poisons it before
-// every block, which it cannot do for static arrays); no atomics (results are bitwise reproducible).
+// every block, which it cannot do for static arrays); no atomics (results are bitwise reproducible);
+// no lambda with `auto` parameters (NVRTC 13.0 refuses it).
 #pragma once
 
 #include "types.cuh"
