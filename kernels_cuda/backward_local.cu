@@ -8,7 +8,8 @@
 //
 // Rounded to T: dW, diag(beta) V, diag(beta) exp Gamma * K, dA, A^T dA. dAqk and X stay in float32, because dg is a
 // difference of their products.
-// Only the strict lower triangle of dA reaches X: (A^T dA A^T)_ij with i > j sums dA_pq over p >= i > j >= q.
+// Only the strict lower triangles of dA and A^T dA reach X: (A^T dA A^T)_ij with i > j sums dA_pq over p >= i > j >= q. What
+// is above them must not stand in the operands: rounded to float16 it may be infinite, and infinity times 0 is NaN.
 //
 // Slices of V, then for each slice of K those of V again; 16-bit calls load one step ahead.
 #include "backward_common.cuh"
@@ -193,6 +194,7 @@ void backward_local(const T* A, const T* dU, const T* Vnew, const T* dO, const T
     if (dA) store_tile<T, C, C>(dA + tokenC, strideC, x0, ld, c.rows, C, tid(), threads);
     clear(acc_a);
     warp_mma<T, 16, Q_, C, TN>(acc_a, sA + at.row, lda, x0 + sq, ld);
+    for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x : 0.f; });
     store_acc<T>(x1 + at.row * ld + sq, ld, acc_a);
     sync();
     clear(acc_a);

@@ -59,6 +59,7 @@ SOFTPLUS = replace(PACK, gate_in_kernel=True, A_log=True, dt_bias=True, qk_l2nor
 FLOAT = replace(USUAL, dtype="float32")
 _LATER = "(s < 8 ? exp(fall[7][0]) : 1.f)"  # in float calls, which keep sums of decays
 _DW = "        warp_mma<T, 16, Q_, 64, NT>(acc_a, x2"
+_LOWER = "    for_each_acc(acc_a, [&](int r, int col, float& x) { x = sq + col < at.row + r ? x : 0.f; });\n"
 _ROWS = "c.rows = i32(min(i64(C), offsets[low + 1] - c.token))"
 _ELEMENT = "(v_first ? e * K + d : d * V + e)"
 
@@ -224,6 +225,12 @@ MUTATIONS: dict[str, Mutation] = {
     "CUDA_X_SIGN": _one(
         "sign", "the gradient of L has the wrong sign",
         ("backward_local.cu", "at.row + r ? -x : 0.f", "at.row + r ? x : 0.f"), USUAL),
+    "CUDA_UNNEEDED_INFINITY": _one(
+        "mask", "what X does not need of A^T dA stays in its operand: infinite in float16, and infinity times 0 is NaN",
+        ("backward_local.cu", _LOWER + "    store_acc<T>(x1", "    store_acc<T>(x1"),
+        Case(lengths=(3,), heads=4, K=8, V=32, dtype="float16", gate_regime="tiny_steps", gate_magnitude=3.0,
+             key_regime="collinear", beta_regime="up_to_two", do_regime="ints", v_exponent=4, do_exponent=3, h0="large",
+             dht=True, seed=8388609), regime="float16, a large state"),
     "CUDA_MISSING_BARRIER": _one(
         "missing barrier", "dW is read by warps that did not wait for those who write it",
         ("backward_local.cu", "        sync();\n" + _DW, _DW), USUAL, ("repeat",), ("aiter #4523",), races=True),
