@@ -117,6 +117,26 @@ def test_kernels_of_other_packages_do_not_run_instead(library):
     assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("mode", "folder", "said"),
+    [
+        ("disabled", "configs", ""),
+        ("default", "configs", ", configs of configs (FLA_CACHE_MODE=default)"),
+        ("full", "/home/me/configs", ", configs of configs (FLA_CACHE_MODE=full)"),
+        ("fuzzy", None, ", configs of the library (FLA_CACHE_MODE=fuzzy)"),
+    ],
+)
+def test_whose_configs_ran(library, monkeypatch, mode, folder, said):
+    cache = types.SimpleNamespace(FLA_CACHE_MODE=types.SimpleNamespace(value=mode))
+    monkeypatch.setitem(sys.modules, "fla.ops.utils.cache", cache)
+    monkeypatch.setenv("FLA_CACHE_MODE", "strict")  # too late: not what the library read
+    monkeypatch.delenv("FLA_CONFIG_DIR", raising=False)
+    if folder:
+        monkeypatch.setenv("FLA_CONFIG_DIR", folder)
+    ran = resolve("fla").run(calls.make("bfloat16", shape=(1, 3, 1, 1, 2, 2))).ran
+    assert ran.endswith(f":{chunk_kda.__code__.co_firstlineno}){said}, torch {ran.rpartition(', torch ')[2]}")
+
+
 def test_a_library_that_was_imported_with_its_choice_is_refused(library, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.backends", types.SimpleNamespace(_DISPATCH_DISABLED=False))
     with pytest.raises(TargetError, match="set FLA_DISABLE_BACKEND_DISPATCH=1 before anything imports it"):

@@ -17,7 +17,7 @@ from typing import Any
 from oracles.contract import Contract, operands16, storage16
 from verikda.call import Call, Result
 from verikda.targets.base import TargetError
-from verikda.targets.loading import describe
+from verikda.targets.loading import describe, short
 from verikda.targets.signature import read
 from verikda.targets.torch_function import TorchFunction, import_torch
 
@@ -28,13 +28,23 @@ NO_FLOAT32 = "float32 inputs run through TF32 products, which is no float32 cont
 
 
 class Fla(TorchFunction):
-    """A function of the library; `Result.ran` has the file and line inside its decorators."""
+    """A function of the library; `Result.ran` has the file and line inside its decorators, and whose configs it ran."""
 
     def run(self, call: Call) -> Result:
         """Make the call. See `Target.run`."""
         result = super().run(call)
         where = result.ran.rpartition(", torch ")[2]
-        return replace(result, ran=f"{describe(undecorated(self.function))}, torch {where}")
+        return replace(result, ran=f"{describe(undecorated(self.function))}{_configs()}, torch {where}")
+
+
+def _configs() -> str:
+    """Where the library takes configs of its kernels from; nothing if it tunes them all."""
+    # not from the environment: the library reads the mode when it is imported
+    mode = getattr(getattr(sys.modules.get("fla.ops.utils.cache"), "FLA_CACHE_MODE", None), "value", "disabled")
+    if mode == "disabled":
+        return ""
+    folder = os.environ.get("FLA_CONFIG_DIR")
+    return f", configs of {short(folder) if folder else 'the library'} (FLA_CACHE_MODE={mode})"
 
 
 def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ def describe(function: Callable[..., Any]) -> str:
         function = function.func
     name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
     code = getattr(function, "__code__", None)
-    place = f" ({_short(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    place = f" ({short(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
     return f"{name}{place}{_version(name.partition('.')[0])}"
 
 
@@ -88,10 +88,10 @@ def _version(package: str) -> str:
 
 
 def _file(module: Any) -> str:
-    return _short(inspect.getsourcefile(module) or "built in")
+    return short(inspect.getsourcefile(module) or "built in")
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
     """The path from its package root on, so that records do not carry a machine's folders."""
     parts = Path(path).parts
     for root in ("site-packages", "dist-packages"):
