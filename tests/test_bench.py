@@ -251,10 +251,10 @@ def test_an_error_that_the_relative_l2_lets_pass_is_seen_by_the_floor(monkeypatc
 
     from verikda.targets.torch_function import TorchFunction
 
-    def verdict(function: Any) -> str:
+    def verdict(function: Any, heads: int = 2) -> str:
         target = TorchFunction(function, "toy", capabilities=resolve("test_bench:recurrence").capabilities)
         with ThreadPoolExecutor(1) as pool:
-            return check.small_verdict(pool, target, "fast", False).result()[0]
+            return check.small_verdict(pool, target, "fast", False, heads).result()[0]
 
     def plain(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state=None, output_final_state=False) -> Any:
         return recurrence(q, k, v, g, beta, None, initial_state, output_final_state)
@@ -265,7 +265,20 @@ def test_an_error_that_the_relative_l2_lets_pass_is_seen_by_the_floor(monkeypatc
     check.small_call.cache_clear()
     assert verdict(plain).startswith("pass")
     assert verdict(off).startswith("fail")
+    assert verdict(off, heads=5).startswith("fail")
     check.small_call.cache_clear()
+
+
+def test_two_heads_are_the_first_and_the_last_of_everything() -> None:
+    x = np.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    cut = check.two_heads(
+        {"q": x, "beta": x[..., 0], "ht": x.transpose(0, 2, 1, 3), "dA_log": x[0, 0, :, 0], "ddt_bias": x[0, 0]}
+    )
+    assert np.array_equal(cut["q"], x[:, :, [0, 3]])
+    assert np.array_equal(cut["beta"], x[:, :, [0, 3], 0])
+    assert np.array_equal(cut["ht"], x.transpose(0, 2, 1, 3)[:, [0, 3]])
+    assert np.array_equal(cut["dA_log"], x[0, 0, [0, 3], 0])
+    assert np.array_equal(cut["ddt_bias"], x[0, 0, [0, 3]])
 
 
 def test_no_check_is_no_pass() -> None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,20 @@ Verdict = tuple[str, float | None]
 """Words such as "pass, worst 1.3 (dg)", and the ratio in them."""
 
 
-def small_case(gates: Gates, safe_gate: bool = False) -> Case:
-    """A case with these gates that the noise floor can judge in seconds."""
+def small_case(gates: Gates, safe_gate: bool = False, heads: int = 2) -> Case:
+    """A case with these gates of which the noise floor can judge two heads in seconds.
+
+    Parameters
+    ----------
+    heads : those of the workload, because some libraries compile and tune their kernels for each number of them.
+    """
     regime, magnitude = {"fast": ("random", 2.5), "slow": ("slow", 2.0), "fused": ("random", 2.5)}.get(
         gates, ("random", 1.0)
     )
     fused, delta = gates == "fused", gates == "none"
     same = "same" if fused or delta else "float32"
     return Case(
-        lengths=(130,), heads=2, K=shapes.K, V=shapes.V, dtype="bfloat16", rule="delta" if delta else "kda",
+        lengths=(130,), heads=heads, K=shapes.K, V=shapes.V, dtype="bfloat16", rule="delta" if delta else "kda",
         gate_regime=regime, gate_magnitude=magnitude, g_dtype="same" if fused else "float32", beta_dtype=same,
         gate_in_kernel=fused, lower_bound=shapes.LOWER_BOUND if fused else None, A_log=fused, dt_bias=fused,
         qk_l2norm=fused, beta_sigmoid=fused, safe_gate=safe_gate and not delta,
@@ -50,9 +55,18 @@ def small_case(gates: Gates, safe_gate: bool = False) -> Case:
 
 
 @cache
-def small_call(gates: Gates, safe_gate: bool, backward: bool) -> Call:
+def small_call(gates: Gates, safe_gate: bool, heads: int, backward: bool) -> Call:
     """The call of `small_case`."""
-    return make_call(small_case(gates, safe_gate), backward=backward)
+    return make_call(small_case(gates, safe_gate, heads), backward=backward)
+
+
+_HEADS_AT = {"A_log": 0, "dA_log": 0, "dt_bias": 0, "ddt_bias": 0, "ht": 1}
+"""Axis of the heads, where it is not the third."""
+
+
+def two_heads(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The first and the last head of inputs or outputs by name; heads do not see each other."""
+    return {n: np.take(x, (0, -1), axis=_HEADS_AT.get(n, 2)) for n, x in arrays.items()}
 
 
 def judge_small(
@@ -67,11 +81,16 @@ def judge_small(
     )
 
 
-def small_verdict(pool: Executor, target: Target, gates: Gates, safe_gate: bool) -> Future[Verdict]:
-    """The verdict on a small call, run now and judged in the pool."""
-    call = small_call(gates, safe_gate, target.capabilities.backward)
+def small_verdict(pool: Executor, target: Target, gates: Gates, safe_gate: bool, heads: int) -> Future[Verdict]:
+    """The verdict on two heads of a small call, run now and judged in the pool."""
+    call = small_call(gates, safe_gate, heads, target.capabilities.backward)
     result = target.run(call)
-    return pool.submit(judge_small, dict(result.outputs), dict(result.dtypes), call.problem, target.contract(call))
+    p = call.problem
+    given = {f.name: x for f in fields(p) if isinstance(x := getattr(p, f.name), np.ndarray)}
+    part: dict[str, Any] = dict(two_heads(given))
+    return pool.submit(
+        judge_small, two_heads(result.outputs), dict(result.dtypes), replace(p, **part), target.contract(call)
+    )
 
 
 def kept_truth(problem: Problem) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from verikda.bench.check import Verdict, answers, ask_truth, small_verdict, toge
 from verikda.bench.gpu import REPEATS, Device, Run, captured, host_times, measure_device, peak_bytes, sample
 from verikda.bench.peers import Peer, Runner
 from verikda.bench.rows import Row, Timing, compare
-from verikda.bench.workloads import Mode, Workload
+from verikda.bench.workloads import Gates, Mode, Workload
 from verikda.interrupts import processes
 from verikda.targets import TargetError, resolve
 
@@ -48,7 +48,7 @@ def bench(
     """
     device = measure_device(torch)
     say(f"{device.name}: copies {device.bandwidth / 1e12:.2f} TB/s, products {device.tensor_rate / 1e12:.0f} TFLOP/s")
-    verdicts: dict[tuple[str, str, bool], Future[Verdict]] = {}
+    verdicts: dict[tuple[str, Gates, bool, int], Future[Verdict]] = {}
     with pool_of(2 * len(todo) + len(peers)) as pool:
         truths = {w: ask_truth(pool, w, shapes.draw(torch, w, 0)) for w in todo}
         for w in todo:
@@ -58,9 +58,9 @@ def bench(
                 if row.reason:
                     continue
                 try:
-                    key = (peer.judged[w.gates], w.gates, bool(peer.safe_gate))
+                    key = _judged(peer, w)
                     if key not in verdicts:
-                        verdicts[key] = small_verdict(pool, resolve(key[0]), w.gates, key[2])
+                        verdicts[key] = small_verdict(pool, resolve(key[0]), *key[1:])
                     runner = peer.make(torch, w)
                     ready.append((row, peer, runner, answers(torch, w, peer, runner)))
                 except (TargetError, ImportError) as error:
@@ -69,9 +69,7 @@ def bench(
                     row.reason = failure("crashed", error)
             wanted = together(w, [t.result() for t in truths.pop(w)])
             for row, peer, _, found in ready:
-                row.floor_verdict, row.floor_ratio = verdicts[
-                    peer.judged[w.gates], w.gates, bool(peer.safe_gate)
-                ].result()
+                row.floor_verdict, row.floor_ratio = verdicts[_judged(peer, w)].result()
                 compare(row, found, wanted, "backward" in peer.modes(w))
             for row in mine:
                 say(f"{row.target} {w.title} {w.shape}: {row.reason or 'right'}")
@@ -79,6 +77,11 @@ def bench(
                 able = [(r, n) for r, p, n, _ in ready if mode in p.modes(w) and (not r.reason or also_wrong)]
                 time_mode(torch, w, mode, able, device)
             done(mine, device)
+
+
+def _judged(peer: Peer, w: Workload) -> tuple[str, Gates, bool, int]:
+    """Target, gates, safe_gate and heads of the small call whose verdict a row takes."""
+    return peer.judged[w.gates], w.gates, bool(peer.safe_gate), w.H
 
 
 def failure(what: str, error: BaseException) -> str:
