@@ -69,7 +69,9 @@ class Capabilities:
     no bit. Functions made of library products and sums cannot promise it, because the order of summation there
     follows the shape: False has those relations judged under the noise floor.
     `k_sizes`, `v_sizes` are the only K and V that it takes, where it takes a few only. `required` names flags that
-    every call must have ("qk_l2norm", "beta_sigmoid"), `beta_above_one` says whether beta may lie in (1, 2].
+    every call must have ("qk_l2norm", "beta_sigmoid"), `beta_above_one` says whether beta may lie in (1, 2],
+    `beyond_safe_gate` promises that `safe_gate` changes no result, also where its own promise (no log gate below -5) is
+    broken.
     Defaults describe a complete implementation. `refuse` explains a limit to the user.
     """
 
@@ -94,6 +96,7 @@ class Capabilities:
     beta_sigmoid: bool = True
     allow_neg_eigval: bool = True
     safe_gate: bool = True
+    beyond_safe_gate: bool = True
     state_v_first: bool = True
     recompute: bool = True
     hard_reset: bool = True

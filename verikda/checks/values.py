@@ -16,6 +16,7 @@ from verikda.call import Call, Malformed, Result
 from verikda.checks.base import Check, Context, Failure, Outcome, always
 from verikda.checks.transform import TOKENS, revised
 from verikda.floor import Judgement
+from verikda.inputs import SAFE_GATE
 
 
 def from_judgement(check: str, judgement: Judgement, detail: str = "") -> Outcome:
@@ -66,6 +67,10 @@ def _state_v_first(ctx: Context) -> Outcome:
 
 def _recompute(ctx: Context) -> Outcome:
     return _flip(ctx, "recompute", "recompute")
+
+
+def _safe_gate(ctx: Context) -> Outcome:
+    return _flip(ctx, "safe_gate", "safe_gate")
 
 
 def _chunk_sizes(ctx: Context) -> Outcome:
@@ -161,6 +166,15 @@ def _has_v_first(ctx: Context) -> str | None:
     return None if ctx.capabilities.state_v_first else "the target has no state_v_first"
 
 
+def _beyond_safe_gate(ctx: Context) -> str | None:
+    p = ctx.call.problem
+    if not (ctx.capabilities.safe_gate and ctx.capabilities.beyond_safe_gate):
+        return "the target has no safe_gate that takes any gate"
+    if ctx.call.safe_gate or p.gate != "log" or p.g is None or not (p.g < SAFE_GATE).any():
+        return f"no given gate below {SAFE_GATE:g}"
+    return None
+
+
 def _has_recompute(ctx: Context) -> str | None:
     return None if ctx.capabilities.recompute else "the target has no disable_recompute"
 
@@ -205,5 +219,13 @@ CHECKS = (
         False,
         _has_recompute,
         _recompute,
+    ),
+    Check(
+        "safe_gate",
+        "a call with gates below -5 gives the same under safe_gate, by targets that promise it",
+        "SAFE_GATE_CLAMPS",
+        False,
+        _beyond_safe_gate,
+        _safe_gate,
     ),
 )

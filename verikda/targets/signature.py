@@ -57,8 +57,9 @@ class Signature:
             gates += ("softplus", "bounded") if self.has("lower_bound") else ("softplus",)
         packed = self.has("cu_seqlens")
         return Capabilities(
-            # Bit equality across shapes is a promise, not a feature of a signature.
+            # Promises, not features of a signature: bit equality across shapes, gates that safe_gate rules out.
             shape_invariant=False,
+            beyond_safe_gate=False,
             chunk_sizes=(16, 32, 64) if self.has("chunk_size") else (64,),
             rules=("kda",) if self.has("g") else ("delta",),
             gates=gates,

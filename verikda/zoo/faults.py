@@ -377,7 +377,7 @@ class Fault(Enum):
     GATE_GRADIENT_MISSING = _I("flag", "dg of the log decay returned for the raw gate", (), "raw gate")
     SOFTPLUS_THRESHOLD = _I("flag", "softplus(x) = x already above 3", (), "raw gate above 3")
     SCALE_IGNORED = _I("flag", "scale is always K^-1/2", (), "another scale")
-    SAFE_GATE_CLAMPS = _I("flag", "safe_gate clamps given gates at -5", (), "safe_gate, gates below -5")
+    SAFE_GATE_CLAMPS = _I("flag", "safe_gate clamps given gates at -5", (), "safe_gate, gates below -5", ("safe_gate",))
     CHUNK_STEP_64 = _I(
         "flag",
         "chunks step by 64 whatever their size",

@@ -99,6 +99,7 @@ NAMED: dict[Fault, tuple[Knobs, ...]] = {
     Fault.GATE_GRADIENT_MISSING: (_RAW,),
     Fault.SOFTPLUS_THRESHOLD: ({**_RAW, "gate_regime": "bound", "gate_magnitude": 4.99},),
     Fault.SCALE_IGNORED: ({"scale": 0.125},),
+    Fault.SAFE_GATE_CLAMPS: ({"safe_gate": False, "gate_regime": "random", "gate_magnitude": 5.0},),
     Fault.CHUNK_STEP_64: ({}, _LONG),
     Fault.STRIDES_IGNORED: ({"layout": "strided"},),
     Fault.READS_ROWS_BEHIND: ({"packed": True, "tail_padding": 3},),
@@ -117,14 +118,7 @@ NAMED: dict[Fault, tuple[Knobs, ...]] = {
 }
 """Knobs over `BASE`; faults that are not listed show on the base itself."""
 
-BLIND: dict[Fault, str] = {
-    Fault.SAFE_GATE_CLAMPS: "shows only below -5 under `safe_gate`, and `safe_gate` promises that no gate lies there",
-}
-"""Faults that no call within the domain shows, and why."""
-
-RECIPES: dict[Fault, tuple[Knobs, ...]] = {
-    fault: NAMED.get(fault, ({},)) for fault in Fault if fault is not Fault.NONE and fault not in BLIND
-}
+RECIPES: dict[Fault, tuple[Knobs, ...]] = {fault: NAMED.get(fault, ({},)) for fault in Fault if fault is not Fault.NONE}
 
 
 def case_of(knobs: Knobs) -> Case:

@@ -34,7 +34,9 @@ class ZooTarget(NumpyFunction):
 
         # One (sequence, head, chunk) at a time, on arrays of its own: no sum there depends on another shape.
         # g may be None: the signature alone cannot tell.
-        function.verikda_capabilities = {"shape_invariant": True, "rules": ("kda", "delta")}  # type: ignore[attr-defined]
+        function.verikda_capabilities = {  # type: ignore[attr-defined]
+            "shape_invariant": True, "beyond_safe_gate": True, "rules": ("kda", "delta"),
+        }  # fmt: skip
         super().__init__(function, f"zoo:{fault.name}", contract="storage16" if storage16 else "float32")
 
 
