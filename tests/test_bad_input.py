@@ -302,6 +302,14 @@ TABLE: list[tuple[str, Try, type[Exception] | int, str]] = [
     ("no Python", module("def f(:\n"), UNUSABLE, "importing bad_target failed: SyntaxError: "),
     ("arrays", module(SIGNED.format("") + "f.verikda_arrays = 'jax'"), UNUSABLE, "verikda_arrays is 'jax'; use"),
     ("ability", module(SIGNED.format("") + "f.verikda_capabilities = {'fp8': True}"), UNUSABLE, "has no field fp8"),
+    (
+        "abilities",
+        module(SIGNED.format("") + "f.verikda_capabilities = ['dht']"),
+        UNUSABLE,
+        "maps fields of Capabilities",
+    ),
+    ("able", module(SIGNED.format("") + "f.verikda_capabilities = {'dht': 'no'}"), UNUSABLE, "has dht = 'no'; it must"),
+    ("text", module(SIGNED.format("") + "f.verikda_capabilities = {'gates': 'log'}"), UNUSABLE, "has gates = 'log'"),
     ("device", call(resolve, "zoo", device="cuda:7"), verikda.targets.TargetError, "device 'cuda:7' cannot be set"),
     # case files
     ("file empty", file("", "zoo"), UNUSABLE, "not JSON: Expecting value: line 1 column 1"),

@@ -72,7 +72,8 @@ class Capabilities:
     every call must have ("qk_l2norm", "beta_sigmoid"), `beta_above_one` says whether beta may lie in (1, 2],
     `beyond_safe_gate` promises that `safe_gate` changes no result, also where its own promise (no log gate below -5) is
     broken.
-    Defaults describe a complete implementation. `refuse` explains a limit to the user.
+    Defaults describe a complete implementation; of a function both promises are False until it declares them.
+    `refuse` explains a limit to the user.
     """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")

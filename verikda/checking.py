@@ -147,7 +147,7 @@ def report_summary(out: Console, summary: Summary, limit: float, lost: Sequence[
         under = ", ".join(f"{name} ({m})" for name, m in summary.contracts[ran].most_common())
         show.say(out, f"ran ({n} cases): {ran}; judged under {under}")
     total = sum(summary.verdicts.values())
-    counts = ", ".join(f"{n} {v}" for v, n in summary.verdicts.most_common())
+    counts = ", ".join(f"{n} {v}" for v, n in summary.verdicts.most_common()) or "none judged"
     stopped = (" (interrupted)" if summary.interrupted else "") + (f" ({len(lost)} shares lost)" if lost else "")
     verdict = _verdict(summary, lost)
     rate = total / summary.seconds if summary.seconds else 0.0
@@ -155,7 +155,7 @@ def report_summary(out: Console, summary: Summary, limit: float, lost: Sequence[
         f"{show.coloured(verdict)}  {summary.target}: {total} cases in {summary.seconds:.1f} s "
         f"({rate:.1f} cases/s){stopped}: {counts}; {len(summary.findings)} findings"
     )
-    if summary.verdict == "inconclusive":
+    if total and summary.verdict == "inconclusive":
         out.print("No case could tell right from wrong: see the reasons above, or give more cases.")
     return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)
 

@@ -25,7 +25,7 @@ from verikda.threads import one_thread
 
 SAME = 1.0
 """Seconds in which a second signal is part of the first request: `timeout` signals its command, then the group."""
-ALONE = "run with --jobs 1 to see where"
+ALONE = "to see where, run it with --jobs 1 under a debugger"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

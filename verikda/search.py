@@ -120,6 +120,8 @@ class Summary:
             for output, ratio in o.ratios.items():
                 self.judged[output] += o.check == "floor"
                 self._worse(output, ratio, report.case)
+        if not report.outcomes:  # of the checks that were asked for, none applies
+            self.doubts.update(f"{check}: {reason}" for check, reason in report.skipped.items())
         self.failed_cases += report.verdict == "fail"
 
     def _worse(self, output: str, ratio: float, case: Case) -> None:

@@ -22,8 +22,8 @@ _COLOUR = {"pass": "green", "fail": "bold red", "inconclusive": "yellow", "refus
 
 def console() -> Console:
     """A console that writes plain text of a fixed width when the output is not a terminal."""
-    out = Console(highlight=False, soft_wrap=False)
-    return out if out.is_terminal else Console(highlight=False, width=140, no_color=True)
+    out = Console(highlight=False, soft_wrap=False, emoji=False)  # "mymodule:bug:" is a name, not a picture
+    return out if out.is_terminal else Console(highlight=False, width=140, no_color=True, emoji=False)
 
 
 def say(out: Console, text: str) -> None:

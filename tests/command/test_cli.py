@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from verikda import targets
+from verikda import show, targets
 from verikda.case import Case
 from verikda.cli import main
 from verikda.finding import load_case
@@ -289,3 +289,8 @@ def test_what_a_target_is_judged_under_is_said(
     Path("case.json").write_text(CASE.to_json())
     again = verikda("replay", "case.json", target, *options)
     assert any(f"; judged under {name}\n" in again.stdout for name in judged)
+
+
+def test_a_name_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    show.console().print("mymodule:bug: 60 cases")
+    assert capsys.readouterr().out.startswith("mymodule:bug: 60 cases")

@@ -75,7 +75,9 @@ def test_the_other_share_goes_on_and_the_search_is_no_pass(end: str, says: str) 
     done = run(end, *CHECK)
     assert (done.returncode, done.stderr) == (2, "")
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("share "))
-    assert line.endswith(f" of 2 {says} in the middle of its cases; run with --jobs 1 to see where")
+    assert line.endswith(
+        f" of 2 {says} in the middle of its cases; to see where, run it with --jobs 1 under a debugger"
+    )
     last = record()[-1]
     assert (last["kind"], last["verdict"], last["interrupted"]) == ("end", "inconclusive", False)
     assert [line.startswith(text) for text in last["lost"]] == [True]
@@ -121,6 +123,7 @@ def test_a_report_keeps_its_record_and_says_how() -> None:
     done = run("os._exit(7)", "verikda", "report", "dying:Dying", everyone=True)
     assert done.returncode == 2
     assert done.stderr == (
-        "verikda: one of 2 processes ended with exit status 7 before its work; run with --jobs 1 to see where\n"
+        "verikda: one of 2 processes ended with exit status 7 before its work; "
+        "to see where, run it with --jobs 1 under a debugger\n"
     )
     assert (record()[0]["kind"], record()[-1]["kind"], record()[-1]["interrupted"]) == ("report", "end", True)

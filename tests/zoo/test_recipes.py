@@ -20,6 +20,7 @@ from verikda.cli import main
 from verikda.finding import load_case
 from verikda.permits import permits
 from verikda.run_case import run_case
+from verikda.search import Search, Settings
 from verikda.zoo.faults import Fault
 from verikda.zoo.known import tried
 from verikda.zoo.public import KINDS
@@ -98,7 +99,14 @@ def test_what_a_target_lacks_is_not_run() -> None:
     assert (known.verdict, known.reason) == ("not run", "the target does not support state_v_first")
     assert tried(ZooTarget(), SPECIMENS["SAFE_GATE_CLAMPS"]).verdict == "pass"
     careful = tried(Careful(), SPECIMENS["SAFE_GATE_CLAMPS"])
-    assert (careful.verdict, careful.reason) == ("inconclusive", "the target has no safe_gate that takes any gate")
+    assert careful.verdict == "inconclusive"
+    assert careful.reason == "the target does not promise gates below -5 under safe_gate (beyond_safe_gate)"
+
+
+def test_a_search_of_checks_that_do_not_apply_says_why() -> None:
+    summary = Search(Careful(), Settings(cases=3, stratified=3, checks=named(("safe_gate",)))).run()
+    assert summary.verdict == "inconclusive"
+    assert any("does not promise gates below -5" in text for text in summary.doubts)
 
 
 def test_the_fault_of_a_target_is_told_by_its_outputs() -> None:

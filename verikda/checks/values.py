@@ -168,8 +168,10 @@ def _has_v_first(ctx: Context) -> str | None:
 
 def _beyond_safe_gate(ctx: Context) -> str | None:
     p = ctx.call.problem
-    if not (ctx.capabilities.safe_gate and ctx.capabilities.beyond_safe_gate):
-        return "the target has no safe_gate that takes any gate"
+    if not ctx.capabilities.safe_gate:
+        return "the target has no safe_gate"
+    if not ctx.capabilities.beyond_safe_gate:
+        return f"the target does not promise gates below {SAFE_GATE:g} under safe_gate (beyond_safe_gate)"
     if ctx.call.safe_gate or p.gate != "log" or p.g is None or not (p.g < SAFE_GATE).any():
         return f"no given gate below {SAFE_GATE:g}"
     return None

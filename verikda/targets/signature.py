@@ -179,9 +179,14 @@ def declared_capabilities(function: Callable[..., Any], signature: Signature) ->
     Raises
     ------
     TargetError
-        When that names a field that `Capabilities` does not have.
+        When that is no mapping, names a field that `Capabilities` does not have, or gives it a value of another type.
     """
-    changes: Mapping[str, Any] = getattr(function, "verikda_capabilities", {})
+    changes = getattr(function, "verikda_capabilities", {})
+    if not isinstance(changes, Mapping):
+        raise TargetError(
+            f"{signature.label}: verikda_capabilities is {changes!r:.60}; it maps fields of Capabilities to values, "
+            'such as {"backward": False}'
+        )
     known = {f.name for f in fields(Capabilities)}
     unknown = sorted(set(changes) - known)
     if unknown:
@@ -189,7 +194,20 @@ def declared_capabilities(function: Callable[..., Any], signature: Signature) ->
             f"{signature.label}: verikda_capabilities has no field {', '.join(unknown)}; "
             f"fields are {', '.join(sorted(known))}"
         )
-    return replace(signature.capabilities(), **changes)
+    whole = Capabilities()
+    given: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in changes.items()}
+    for name, value in given.items():
+        default = getattr(whole, name)
+        if isinstance(default, tuple):
+            fine = isinstance(value, tuple) and all(isinstance(x, (str, int)) for x in value)
+        else:
+            fine = isinstance(value, Mapping) if isinstance(default, Mapping) else type(value) is type(default)
+        if not fine:
+            raise TargetError(
+                f"{signature.label}: verikda_capabilities has {name} = {value!r:.60}; it must be of the type of "
+                f"{default!r:.60}"
+            )
+    return replace(signature.capabilities(), **given)
 
 
 def argument_arrays(call: Call) -> dict[str, npt.NDArray[Any]]:
