@@ -43,7 +43,7 @@ record: with more seeds, or after an interrupt, only what is missing is run.
 What no number of this page reaches:
 
 - **Outside the domain.** Positive gates and beta |k|^2 above 2 are inconclusive, and so are inputs that break what
-  a flag promises (`safe_gate` with gates below -5).
+  a flag promises (`safe_gate` with gates below -5), unless a target promises to be right for those too.
 - **Below the floor.** A wrong number smaller than what the declared contract must round away, where no exact
   relation is broken: a gradient off by 1e-3 shows in float32, not in bfloat16. A contract that declares more
   rounding than there is hides as much.
