@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from verikda.run_case import CaseReport
@@ -100,6 +101,12 @@ def _check_place(said: str, path: Path) -> None:
         raise ValueError(f"{said} cannot be written, because {there} is a file; name a place in a folder")
     if not os.access(there, os.W_OK | os.X_OK if os.path.isdir(there) else os.W_OK):
         raise ValueError(f"{said} cannot be written, because {there} may not be changed here; name another place")
+    if os.path.isdir(there):
+        try:  # /proc lets the superuser change it and takes nothing
+            TemporaryDirectory(dir=there).cleanup()
+        except OSError as error:
+            why = f"nothing can be made in {there} ({error.strerror})"
+            raise ValueError(f"{said} cannot be written, because {why}; name another place") from None
 
 
 _START = re.compile(rb'\s*\{\s*"schema"')

@@ -251,8 +251,10 @@ class Search:
                     finding = self._shrunk(finding)
                 finally:  # an interrupt while shrinking keeps the failure as it was first seen
                     self._seen |= {(o.check, f.output) for f in finding.failures}
-                    self.summary.findings.append(finding)
-                    self._on_finding(finding)
+                    # another failure may have shrunk to the same case
+                    if all((f.check, f.case) != (finding.check, finding.case) for f in self.summary.findings):
+                        self.summary.findings.append(finding)
+                        self._on_finding(finding)
         return report
 
     def _shrunk(self, finding: Finding) -> Finding:

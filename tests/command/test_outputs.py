@@ -94,6 +94,14 @@ def test_a_folder_closed_to_the_user_is_refused(tmp_path: Path) -> None:
             check(json=tmp_path / "closed/a/b")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+@pytest.mark.parametrize("path", [Path("/proc/nowhere/f"), Path("/proc/nowhere")])
+def test_a_place_where_nothing_can_be_made_is_refused(path: Path) -> None:
+    for check in (check_outputs, check_folders):
+        with pytest.raises(ValueError, match=r"nothing can be made in /proc|/proc may not be changed"):
+            check(json=path)
+
+
 def test_what_can_be_made_is_accepted_and_not_made_yet() -> None:
     check_outputs(json=Path("new/a/run.jsonl"), html=Path("file"), summary=Path(os.devnull), markdown=Path(os.devnull))
     check_folders(findings=Path("new/b"), worst=Path())

@@ -6,6 +6,7 @@ lost, a finding that does not fail again, a shrunk case with a knob that is not 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
 from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, named
+from verikda.finding import Finding
 from verikda.run_case import run_case
 from verikda.search import Search, Settings
 from verikda.shrink import candidates, shrink
@@ -60,6 +62,23 @@ def test_a_fault_is_found_and_its_finding_fails_again(fault: Fault) -> None:
         again = run_case(ZooTarget(fault), finding.case, (BY_NAME[finding.check],))
         assert again.verdict == "fail"
         assert run_case(ZooTarget(), finding.case, (BY_NAME[finding.check],)).verdict == "pass"
+
+
+def test_failures_that_shrink_to_one_case_are_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = ZooTarget(Fault.RULE_RESIDUAL_UNDECAYED)
+    told: list[Finding] = []
+    smallest: dict[str, Finding] = {}
+    times: Counter[str] = Counter()
+
+    def shrunk(self: Search, finding: Finding) -> Finding:
+        times[finding.check] += 1
+        return smallest.setdefault(finding.check, finding)
+
+    monkeypatch.setattr(Search, "_shrunk", shrunk)
+    settings = Settings(cases=40, stratified=40, checks=named(("floor", "v_first", "recompute")))
+    summary = Search(fault, settings, on_finding=told.append).run()
+    assert max(times.values()) > 1, "no second failure of a kind"
+    assert summary.findings == told == list(smallest.values())
 
 
 def test_the_same_seed_finds_the_same() -> None:
