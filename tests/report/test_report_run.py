@@ -67,16 +67,24 @@ def test_a_target_with_a_fault_ends_with_status_1(tmp_path: Path) -> None:
 
 
 def test_points_are_shared_between_processes_and_none_is_lost() -> None:
-    todo = [p for p in grid.points(TINY) if p.series in ("regimes", "keys")]
+    every = run.items(TINY, ("emulator",), False)
+    todo = [(names, x) for names, x in every if not isinstance(x, str) and x.series in ("regimes", "keys")]
     one: list[Any] = []
     two: list[Any] = []
-    assert run.measure_all(("emulator",), todo, 1, one.extend)
-    assert run.measure_all(("emulator",), todo, 2, two.extend)
+    assert run.measure_all(todo, 1, one.extend)
+    assert run.measure_all(todo, 2, two.extend)
 
     def known(some: list[Any]) -> list[str]:
         return sorted(json.dumps({k: x[k] for k in ("series", "case", "outputs")}) for x in some)
 
     assert known(one) == known(two)
+
+
+def test_no_target_waits_for_another_at_a_point() -> None:
+    names = ("emulator", "zoo")
+    points = [(given, x) for given, x in run.items(TINY, names, True) if not isinstance(x, str) and x.series != "flags"]
+    assert len(points) == 2 * len(list(grid.points(TINY)))
+    assert {given for given, _ in points} == {("emulator",), ("zoo",)}
 
 
 @pytest.mark.usefixtures("tiny")

@@ -75,7 +75,7 @@ def _need_jinja() -> None:
 def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None, jobs: int) -> list[dict[str, Any]]:
     """Run the grid; lines as they would be read back from the file. KeyboardInterrupt where there are none yet."""
     made = [resolve(name) for name in names]
-    todo = items(grid, any(name in ("verikda", "verikda:cuda") for name in names) and grid.name == "full")
+    todo = items(grid, names, any(name in ("verikda", "verikda:cuda") for name in names) and grid.name == "full")
     lines: list[dict[str, Any]] = []
     record = Record(json_path)
 
@@ -97,7 +97,7 @@ def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None,
 
         whole = False
         try:
-            whole = measure_all(names, todo, jobs, on_lines)
+            whole = measure_all(todo, jobs, on_lines)
         finally:  # also where a process of it crashed
             keep({"kind": "end", "interrupted": not whole, "lines": len(lines) - 1})
             record.close()

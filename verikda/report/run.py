@@ -15,28 +15,33 @@ from verikda.targets.base import Target
 
 Item = Point | str
 """A point of the grid, or the name of a claim."""
+Work = tuple[tuple[str, ...], Item]
+"""An item and the targets that it is measured on together."""
 CLAIMS = ("inverse", "exponentials", "anchors", "recompute")
 FLAG_SERIES = "flags"
 
 
-def items(grid: Grid, flags: bool) -> list[Item]:
+def items(grid: Grid, names: Sequence[str], flags: bool) -> list[Work]:
     """Everything that a report measures: points first, then the notes' claims.
 
-    Parameters
-    ----------
-    flags : whether the kernels are also built with other compiler flags, for a GPU.
-    """
-    todo = list(points(grid))
-    builds = [replace(p, series=FLAG_SERIES, keep=frozenset()) for p in todo if p.series == "regimes"] if flags else []
-    return [*todo, *builds, *CLAIMS]
-
-
-def measure_all(names: Sequence[str], todo: Sequence[Item], jobs: int, on_lines: Callable[[list[Any]], None]) -> bool:
-    """Measure every item and hand on its lines.
+    Each target has its points to itself, so that one that compiles for minutes holds up no other.
 
     Parameters
     ----------
     names : of the targets.
+    flags : whether the kernels are also built with other compiler flags, for a GPU.
+    """
+    todo = list(points(grid))
+    builds = [replace(p, series=FLAG_SERIES, keep=frozenset()) for p in todo if p.series == "regimes"] if flags else []
+    together: tuple[Item, ...] = (*builds, *CLAIMS)
+    return [*(((name,), p) for p in todo for name in names), *((tuple(names), x) for x in together)]
+
+
+def measure_all(todo: Sequence[Work], jobs: int, on_lines: Callable[[list[Any]], None]) -> bool:
+    """Measure every item and hand on its lines.
+
+    Parameters
+    ----------
     todo : see `items`.
     jobs : processes; 1 stays in this one.
     on_lines : gets the lines of each item.
@@ -52,7 +57,7 @@ def measure_all(names: Sequence[str], todo: Sequence[Item], jobs: int, on_lines:
         When a name is no target that can be used here.
     """
     try:
-        for lines in _measured(tuple(names), todo, jobs):
+        for lines in _measured(todo, jobs):
             with held():  # all lines of an item, or none
                 on_lines(lines)
     except KeyboardInterrupt:
@@ -60,13 +65,13 @@ def measure_all(names: Sequence[str], todo: Sequence[Item], jobs: int, on_lines:
     return True
 
 
-def _measured(names: tuple[str, ...], todo: Sequence[Item], jobs: int) -> Iterator[list[dict[str, Any]]]:
+def _measured(todo: Sequence[Work], jobs: int) -> Iterator[list[dict[str, Any]]]:
     if jobs == 1:
-        for item in todo:
-            yield lines_of(names, item)
+        for work in todo:
+            yield lines_of(*work)
         return
     with processes(jobs) as pool:
-        for future in as_completed([pool.submit(lines_of, names, item) for item in todo]):
+        for future in as_completed([pool.submit(lines_of, *work) for work in todo]):
             yield future.result()
 
 
