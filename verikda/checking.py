@@ -56,12 +56,9 @@ def check_command(
     corpus = Corpus(worst)
     check_outputs(json=json_path, summary=summary_path)
     check_folders(findings=findings, worst=worst)
-    settings = Settings(
-        cases=cases if cases is not None else chosen.cases,
-        stratified=chosen.stratified,
-        long=chosen.long,
-        coherent=chosen.coherent,
-        turns=chosen.turns,
+    settings = Settings.of(
+        chosen,
+        cases=cases,
         seconds=seconds,
         seed=seed,
         checks=named(choose_listed("--checks", "check", BY_NAME, check_names)),

@@ -147,15 +147,8 @@ def _plan(config: pytest.Config) -> tuple[Target, Settings]:
     from verikda.targets import resolve
 
     profile = choose_one("profile", PROFILES, config.getoption("verikda_profile"))
-    cases = config.getoption("verikda_cases")
-    settings = Settings(
-        cases=profile.cases if cases is None else cases,
-        stratified=profile.stratified,
-        long=profile.long,
-        coherent=profile.coherent,
-        turns=profile.turns,
-        seed=config.getoption("verikda_seed"),
-    )
+    cases, seed = config.getoption("verikda_cases"), config.getoption("verikda_seed")
+    settings = Settings.of(profile, cases=cases, seed=seed)
     return resolve(config.getoption("verikda_target")), settings
 
 

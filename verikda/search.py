@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, Check
@@ -22,6 +23,9 @@ from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
 from verikda.strategies import cases, coherent_cases, labels, long_cases, stratified
 from verikda.targets.base import Target
+
+if TYPE_CHECKING:
+    from verikda.profiles import Profile
 
 _BEFORE_LONG = 8
 """Cases of the start that are tried before the long ones: whatever shows at all mostly shows in these."""
@@ -60,6 +64,24 @@ class Settings:
     shrink_attempts: int = 250
     part: tuple[int, int] = (0, 1)
     shrink_seconds: float = 60.0
+
+    @classmethod
+    def of(cls, profile: Profile, *, cases: int | None = None, **more: Any) -> Settings:
+        """The budget of a profile.
+
+        Parameters
+        ----------
+        cases : in place of the profile's.
+        more : the other fields.
+        """
+        return cls(
+            cases=profile.cases if cases is None else cases,
+            stratified=profile.stratified,
+            long=profile.long,
+            coherent=profile.coherent,
+            turns=profile.turns,
+            **more,
+        )
 
 
 @dataclass

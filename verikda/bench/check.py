@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from verikda.bench.peers import Peer, Runner
 from verikda.bench.workloads import Gates, Workload
 from verikda.call import Call
 from verikda.case import Case
+from verikda.checks.transform import head_axis, revised
 from verikda.floor import judge
 from verikda.inputs import make_call
 from verikda.targets.base import Target
@@ -60,13 +61,9 @@ def small_call(gates: Gates, safe_gate: bool, heads: int, backward: bool) -> Cal
     return make_call(small_case(gates, safe_gate, heads), backward=backward)
 
 
-_HEADS_AT = {"A_log": 0, "dA_log": 0, "dt_bias": 0, "ddt_bias": 0, "ht": 1}
-"""Axis of the heads, where it is not the third."""
-
-
 def two_heads(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The first and the last head of inputs or outputs by name; heads do not see each other."""
-    return {n: np.take(x, (0, -1), axis=_HEADS_AT.get(n, 2)) for n, x in arrays.items()}
+    return {n: np.take(x, (0, -1), axis=head_axis(n)) for n, x in arrays.items()}
 
 
 def judge_small(
@@ -87,10 +84,8 @@ def small_verdict(pool: Executor, target: Target, gates: Gates, safe_gate: bool,
     result = target.run(call)
     p = call.problem
     given = {f.name: x for f in fields(p) if isinstance(x := getattr(p, f.name), np.ndarray)}
-    part: dict[str, Any] = dict(two_heads(given))
-    return pool.submit(
-        judge_small, two_heads(result.outputs), dict(result.dtypes), replace(p, **part), target.contract(call)
-    )
+    part = revised(p, two_heads(given))
+    return pool.submit(judge_small, two_heads(result.outputs), dict(result.dtypes), part, target.contract(call))
 
 
 def kept_truth(problem: Problem) -> dict[str, Array]:

@@ -101,33 +101,27 @@ def silence_after(call: Call, sequence: int, cut: int) -> Call:
     return replace(call, problem=revised(p, changes))
 
 
+def head_axis(name: str) -> int:
+    """Axis of the heads in an input or output of that name."""
+    states, per_head = ("h0", "dht", "ht", "dh0"), ("A_log", "dt_bias", "dA_log", "ddt_bias")
+    return 1 if name in states else 0 if name in per_head else 2
+
+
 def roll_heads(problem: Problem) -> Problem:
     """Move every query/key head, with its group of value heads, one place on."""
     groups = problem.v.shape[2] // problem.q.shape[2]
     changes = {}
-    for name, axis, step in (
-        ("q", 2, 1),
-        ("k", 2, 1),
-        ("v", 2, groups),
-        ("g", 2, groups),
-        ("beta", 2, groups),
-        ("do", 2, groups),
-        ("h0", 1, groups),
-        ("dht", 1, groups),
-        ("A_log", 0, groups),
-        ("dt_bias", 0, groups),
-    ):
+    for name in ("q", "k", "v", "g", "beta", "do", "h0", "dht", "A_log", "dt_bias"):
         x = getattr(problem, name)
         if x is not None:
-            changes[name] = np.roll(x, step, axis=axis)
+            changes[name] = np.roll(x, 1 if name in ("q", "k") else groups, axis=head_axis(name))
     return revised(problem, changes)
 
 
 def unroll_heads(outputs: Mapping[str, Array], groups: int) -> dict[str, Array]:
     """Undo `roll_heads` on its results."""
     step = {"dq": 1, "dk": 1}
-    axis = {"ht": 1, "dh0": 1, "dA_log": 0, "ddt_bias": 0}
-    return {name: np.roll(x, -step.get(name, groups), axis=axis.get(name, 2)) for name, x in outputs.items()}
+    return {name: np.roll(x, -step.get(name, groups), axis=head_axis(name)) for name, x in outputs.items()}
 
 
 def repeat_heads(problem: Problem) -> Problem:

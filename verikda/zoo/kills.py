@@ -67,8 +67,7 @@ class _Found(KeyboardInterrupt):
 
 def settings(seed: int) -> Settings:
     """The search of the ci profile."""
-    b = BUDGET
-    return Settings(cases=b.cases, stratified=b.stratified, long=b.long, coherent=b.coherent, turns=b.turns, seed=seed)
+    return Settings.of(BUDGET, seed=seed)
 
 
 def budget() -> dict[str, object]:
