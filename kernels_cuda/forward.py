@@ -170,7 +170,7 @@ def prepare(backend: Backend, call: Forward, table: Table, out: dict[str, int], 
     whole = whole_pieces(call, (call.q, call.k, call.v, *out.values())) and call.g % 16 == 0
     backend.launch(
         f"prepare<{TYPES[call.dtype]},{call.chunk},{GATES[call.gate]},{str(whole).lower()}>",
-        (call.chunks * call.HV, 1, 1), 4 * call.chunk, prepare_shared(call.dtype, call.chunk),
+        (call.chunks * call.HV, 1, 1), 4 * call.chunk, prepare_shared(call.dtype, call.chunk, call.gated),
         [_p(call.q), _p(call.k), _p(call.v), _p(call.g), _i(call.g_float32), _p(call.beta), _i(call.beta_float32),
          _p(call.A_log), _p(call.dt_bias), ctypes.c_float(call.lower_bound), _i(beta_kind), _i(call.qk_l2norm),
          ctypes.c_float(call.scale), _p(table.chunks), _i(call.H), _i(call.HV), _i(call.K), _i(call.V),
@@ -297,10 +297,10 @@ def _slices(dtype: str, KP: int) -> tuple[int, int]:
     return KS, KP // KS
 
 
-def prepare_shared(dtype: str, chunk: int) -> int:
+def prepare_shared(dtype: str, chunk: int, gated: bool) -> int:
     """Bytes of PrepareShape in prepare.cu."""
     size, wide = BYTES[dtype], dtype == "float32"
-    operands = 3 * chunk * (64 * size + 16)
+    operands = 3 * chunk * (64 * 4 + 16) if gated else 2 * chunk * (64 * size + 16)
     own = chunk * ((16 if wide else 32) + 16 // size) * size
     return max(operands, 8 * chunk * (chunk + 8) + chunk // 8 * own) + 64 * chunk + 3 * chunk * 4
 

@@ -11,9 +11,8 @@
 //   i = j                                        no decay: fused multiply-adds of q and k themselves
 //
 // So every pair is found at exactly one level, every factor is a product of the decays between anchor and row, and at each
-// level a row is either an i or a j. Operands are rounded to T once: the site QK of the contract `operands16`. Keeping 16 bits
-// of them (x = hi + lo in bf16, three products for one) makes the error of o 4 % smaller over 168 inputs, and five times
-// where few terms count and a large row of q meets channels that cancel: then it follows the terms and not their sum.
+// level a row is either an i or a j. 16-bit calls round operands once, to the 11 bits of tf32: the site QK of the contract
+// `operands_tf32`. Rounded to bf16 they would be 10 % of the error of o at slow gates.
 #pragma once
 #include "gate.cuh"
 #include "pair.cuh"
@@ -21,10 +20,23 @@
 
 namespace vk {
 
-// The decay over a run of rows. 16-bit: a product of factors. Float: exp of a sum, so that many rows cost one rounding of
-// a small number instead of many roundings near 1.
+// An element of a decayed row as the products take it.
+template <class T> struct OperandOf { using type = tf32; };
+template <> struct OperandOf<float> { using type = float; };
+template <class T> using Operand = typename OperandOf<T>::type;
+
+// 1 + 2^-11.5. The tensor core cuts off up to 1 of the last bits that it reads; a number times this has 0.35 to 0.71 of them
+// more, so that on average nothing is lost, and one of 11 bits is read as itself. Costs nothing where a decay is multiplied
+// anyway (rounding takes three instructions for each element), and unlike an addition to the bits it keeps NaN.
+constexpr float to_tf32 = 1.f + 3.4526698e-4f;
+
+template <class T> VK_DEVICE float to_operand(float decay) { return is_16bit<T> ? decay * to_tf32 : decay; }
+
+// The decay over a run of rows, times `start`. 16-bit: a product of factors. Float: exp of a sum, so that many rows cost one
+// rounding of a small number instead of many roundings near 1; there `start` is not used.
 template <class T> struct Fall {
-    float v = is_16bit<T> ? 1.f : 0.f;
+    float v;
+    VK_DEVICE explicit Fall(float start = 1.f) : v(is_16bit<T> ? start : 0.f) {}
     // What `then` takes, from log_decay.
     static VK_DEVICE float of(float log) { return is_16bit<T> ? exp_decay_flush<T>(log) : log; }
     VK_DEVICE void then(float d) { v = is_16bit<T> ? v * d : v + d; }
@@ -53,13 +65,13 @@ template <class T> struct RowGroup {
 
     // This half's share of a level's operands, 24 rows at `tile`, this lane's channels: rows 0..7 are the q of the upper
     // rows, 8..15 their k, 16..23 the k of the lower rows.
-    template <int s> VK_DEVICE void level(T* tile, int ld, int half) const {
+    template <int s> VK_DEVICE void level(Operand<T>* tile, int ld, int half) const {
         constexpr int groups = s == 8 ? 1 : 4 / s;
         tile += s == 8 ? 0 : 4 * half * ld;
 #pragma unroll
         for (int group = 0; group < groups; ++group) {
             if (s < 8 || half == 1) {
-                Fall<T> x, y;
+                Fall<T> x(to_tf32), y(to_tf32);
 #pragma unroll
                 for (int j = 0; j < s; ++j) {
                     const int i = s == 8 ? j : group * 2 * s + s + j, row = group * s + j;
@@ -69,7 +81,7 @@ template <class T> struct RowGroup {
                 }
             }
             if (s < 8 || half == 0) {
-                Fall<T> x, y;
+                Fall<T> x(to_tf32), y(to_tf32);
 #pragma unroll
                 for (int j = s - 1; j >= 0; --j) {
                     const int i = group * 2 * s + j, row = group * s + j;
@@ -80,9 +92,9 @@ template <class T> struct RowGroup {
         }
     }
 
-    static VK_DEVICE void put(T* to, const Pair<T>& p, float x, float y) {
+    static VK_DEVICE void put(Operand<T>* to, const Pair<T>& p, float x, float y) {
         const pair32 u = unpack<T>(p);
-        *reinterpret_cast<Pair<T>*>(to) = round_pair<T>(u.x * x, u.y * y);
+        *reinterpret_cast<pair32*>(to) = pair32{u.x * x, u.y * y};
     }
 };
 
@@ -111,19 +123,19 @@ template <class T, int C> struct IntraProducts {
     static VK_DEVICE constexpr int column_block(int pair) { return pair - pair_of(0, distance(pair)); }
 
     // Level 0, 1, 2, 3 (s = 1, 2, 4, 8) is accumulated by the warp of half level % 2.
-    VK_DEVICE void add_inside(int level, const T* tile, int ld) {
-        if (level % 2 == warp() % 2) warp_mma<T, 16, 8, 64, NT>(inside[level / 2], tile, ld, tile + 16 * ld, ld);
+    VK_DEVICE void add_inside(int level, const Operand<T>* tile, int ld) {
+        if (level % 2 == warp() % 2) warp_mma<Operand<T>, 16, 8, 64, NT>(inside[level / 2], tile, ld, tile + 16 * ld, ld);
     }
 
     // q, k: rows 16.. of the chunk, decayed from the start of their block. columns: 16 rows of k for each pair of blocks,
     // decayed to the start of the pair's upper block.
-    VK_DEVICE void add_below(const T* q, const T* k, const T* columns, int ld) {
+    VK_DEVICE void add_below(const Operand<T>* q, const Operand<T>* k, const Operand<T>* columns, int ld) {
 #pragma unroll
         for (int i = 0; i < share; ++i) {
             const int unit = share * warp() + i, pair = unit / 4;
             if (unit >= 4 * pairs) continue;
             const int a = column_block(pair) + distance(pair);
-            warp_mma<T, 16, 8, 64, NT>(below[i], (unit / 2 % 2 ? k : q) + 16 * (a - 1) * ld, ld,
+            warp_mma<Operand<T>, 16, 8, 64, NT>(below[i], (unit / 2 % 2 ? k : q) + 16 * (a - 1) * ld, ld,
                                        columns + (16 * pair + 8 * (unit % 2)) * ld, ld);
         }
     }

@@ -23,11 +23,13 @@
 
 namespace vk {
 
-template <class T, int C> struct PrepareShape {
+template <class T, int C, bool Gated> struct PrepareShape {
+    // Operands of the products: decayed rows, without a gate q and k themselves.
+    using E = typename Either<Gated, Operand<T>, T>::type;
     static constexpr int blocks = C / 16, warps = C / 8, threads = 32 * warps;
-    static constexpr int ld = pitch<T>(64), ldm = C + 8, width = is_16bit<T> ? 32 : 16, ldx = pitch<T>(width);
-    // Operands, in turn: of levels 1 and 2, of levels 4 and 8, of what lies below; without a gate q and k.
-    static constexpr int operands = 3 * C * ld * int(sizeof(T));
+    static constexpr int ld = pitch<E>(64), ldm = C + 8, width = is_16bit<T> ? 32 : 16, ldx = pitch<T>(width);
+    // In turn: of levels 1 and 2, of levels 4 and 8, of what lies below; without a gate q and k.
+    static constexpr int operands = (Gated ? 3 : 2) * C * ld * int(sizeof(E));
     // In their place later: M and A, then a tile of each warp's columns of V or diag(beta) exp Gamma * K.
     static constexpr int square = C * ldm * 4, own = C * ldx * int(sizeof(T)), x = 2 * square;
     static constexpr int totals = max(operands, x + warps * own), vectors = totals + 2 * warps * 64 * 4;
@@ -65,17 +67,18 @@ template <bool Whole, class T> VK_DEVICE void inverse_norms(float* out, const T*
 // [tokens,HV,K], decay = exp gC [chunks,HV,K], A [tokens,HV,C], Gamma [tokens,HV,K] in log2 units, qn, kn [tokens,H,K]
 // after the norm, beta_used [tokens,HV].
 template <class T, int C, int Kind, bool Whole>
-VK_KERNEL_BOUNDS((PrepareShape<T, C>::threads),
-                 (is_16bit<T> ? blocks_that_fit(PrepareShape<T, C>::bytes, (Whole ? 128 : 64) / C) : 1))
+VK_KERNEL_BOUNDS((PrepareShape<T, C, Kind != 0>::threads),
+                 (is_16bit<T> ? blocks_that_fit(PrepareShape<T, C, Kind != 0>::bytes, (Whole ? 128 : 64) / C) : 1))
 void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, const void* beta, i32 beta_is_float,
              const float* A_log, const float* dt_bias, float lower_bound, i32 beta_kind, i32 qk_norm, float scale,
              const Chunk* chunks, i32 H, i32 HV, i32 K, i32 V, T* Aqk, T* U, T* W, T* Kg, T* Qg, float* decay, T* A_out,
              float* Gamma, T* qn, T* kn, float* beta_used) {
     VK_DYN_SHARED(shared);
-    using S = PrepareShape<T, C>;
     constexpr bool Gated = Kind != 0;
+    using S = PrepareShape<T, C, Gated>;
+    using E = typename S::E;
     constexpr int ld = S::ld, ldm = S::ldm, lda = pitch<T>(C), blocks = C / 16, groups = C / 8, threads = S::threads;
-    T* const operands = reinterpret_cast<T*>(shared);
+    E* const operands = reinterpret_cast<E*>(shared);
     float* const totals = reinterpret_cast<float*>(shared + S::totals);  // [2][groups][64]
     float* const sbeta = reinterpret_cast<float*>(shared + S::vectors);  // beta, 1/|q|, 1/|k|
 
@@ -109,7 +112,6 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
         const int channel = slice + 2 * lane(), left = K - channel, live = left > 0 ? alive : 0;
         const int count = Whole ? 2 : left;  // whole rows have both channels of a lane or none
         const i64 atQ = rowQ + first_row * strideQ + channel, atK = rowK + first_row * strideK + channel;
-        float* const total = totals + slice / 64 % 2 * groups * 64 + 2 * lane();  // log decay of row group i at total[64 i]
         RowGroup<T> x;
         float rate = 0.f, bias[2] = {0.f, 0.f};
         if constexpr (Gated) {
@@ -130,8 +132,11 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             pair32 raw[8];
             if (g_is_float) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    raw[i] = load_pair<Whole>(static_cast<const float*>(g) + atK + i * (Kind == gate_log ? strideK : anew(strideK)), i < live ? count : 0);
+                for (int i = 0; i < 8; ++i) {
+                    // Registers are short, and this way NVRTC 13.5 spills nothing of either kind.
+                    const int row = i * (Kind == gate_log ? strideK : anew(strideK));
+                    raw[i] = load_pair<Whole>(static_cast<const float*>(g) + atK + row, i < live ? count : 0);
+                }
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
@@ -166,8 +171,19 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     store_pair<Whole>(kn + atQ + i * strideQ, x.k[i], i < live ? count : 0);
                 }
         }
+        if constexpr (Gated) {
+            float dot[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const pair32 u = unpack<T>(x.q[i]), w = unpack<T>(x.k[i]);
+                dot[i] = fma(u.x, w.x, u.y * w.y);
+            }
+            products.diagonal += sum_lanes(dot);
+        }
         sync();  // totals are known; operands of the slice before have been read
         if constexpr (Gated) {
+            // log decay of row group i at total[64 i]
+            const float* const total = totals + slice / 64 % 2 * groups * 64 + 2 * (anew(tid()) % warp_size);
             float before[2] = {0.f, 0.f};  // sum over this chunk's rows before this group's
 #pragma unroll
             for (int i = 0; i < groups; ++i)
@@ -186,8 +202,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
 #pragma unroll
                 for (int j = 0; j < 2; ++j) x.fall[i][j] = Fall<T>::of(x.fall[i][j]);
 
-            T* const tile = operands + 48 * block * ld;  // of one level; the next one's follows
-            T* const mine = tile + 2 * lane();
+            E* const tile = operands + 48 * block * ld;  // of one level; the next one's follows
+            E* const mine = tile + 2 * lane();
             x.template level<1>(mine, ld, half);
             x.template level<2>(mine + 24 * ld, ld, half);
             sync();
@@ -201,32 +217,30 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             products.add_inside(3, tile + 24 * ld, ld);
             sync();
 
-            T* const sq = operands;
-            T* const sk = sq + (C - 16) * ld;
-            T* const scolumns = sk + (C - 16) * ld;
+            E* const sq = operands;
+            E* const sk = sq + (C - 16) * ld;
+            E* const scolumns = sk + (C - 16) * ld;
             {
                 const float e0 = exp_decay<T>(before[0]), e1 = exp_decay<T>(before[1]);
-                const float start0 = half ? exp_decay<T>(total[64 * (group - half)]) : 1.f;
-                const float start1 = half ? exp_decay<T>(total[64 * (group - half) + 1]) : 1.f;
-                T* const row_q = sq + (first_row - 16) * ld + 2 * lane();
-                T* const row_k = sk + (first_row - 16) * ld + 2 * lane();
+                const float start0 = to_operand<T>(half ? exp_decay<T>(total[64 * (group - half)]) : 1.f);
+                const float start1 = to_operand<T>(half ? exp_decay<T>(total[64 * (group - half) + 1]) : 1.f);
+                E* const row_q = sq + (first_row - 16) * ld + 2 * lane();
+                E* const row_k = sk + (first_row - 16) * ld + 2 * lane();
                 Fall<T> f0, f1;
-                float dot[8];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
                     const pair32 u = unpack<T>(x.q[i]), w = unpack<T>(x.k[i]);
-                    dot[i] = fma(u.x, w.x, u.y * w.y);
                     const float q0 = u.x * f0.value(), q1 = u.y * f1.value(), k0 = w.x * f0.value(), k1 = w.y * f1.value();
                     if (block > 0) {
-                        *reinterpret_cast<Pair<T>*>(row_q + i * ld) = round_pair<T>(q0 * start0, q1 * start1);
-                        *reinterpret_cast<Pair<T>*>(row_k + i * ld) = round_pair<T>(k0 * start0, k1 * start1);
+                        *reinterpret_cast<pair32*>(row_q + i * ld) = pair32{q0 * start0, q1 * start1};
+                        *reinterpret_cast<pair32*>(row_k + i * ld) = pair32{k0 * start0, k1 * start1};
                     }
                     const int n = i < live ? count : 0;
                     store_pair<Whole>(Qg + atK + i * strideK, round_pair<T>(scale * q0 * e0, scale * q1 * e1), n);
-                    store_pair<Whole>(W + atK + i * strideK, round_pair<T>(sbeta[first_row + i] * (k0 * e0), sbeta[first_row + i] * (k1 * e1)), n);
+                    const float b = sbeta[first_row + i];
+                    store_pair<Whole>(W + atK + i * strideK, round_pair<T>(b * (k0 * e0), b * (k1 * e1)), n);
                 }
-                products.diagonal += sum_lanes(dot);
                 // exp gC. In float calls it is the factor of W's last row to the bit: with beta near 1 all but 1 - beta of one
                 // cancels the other. 16-bit calls round W, and a state that lives long needs each of its factors exact.
                 if (decay && group == (rows - 1) / 8) {
@@ -246,7 +260,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     if (!half) after[j] = total[64 * (group + 1) + j];
 #pragma unroll
                     for (int d = 1; d < blocks; ++d) {
-                        gap[d][j] = exp_decay<T>(after[j]);
+                        gap[d][j] = to_operand<T>(exp_decay<T>(after[j]));
                         if (block + d < blocks) after[j] += total[128 * (block + d) + j] + total[128 * (block + d) + 64 + j];
                     }
                 }
@@ -261,8 +275,7 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
                     for (int d = 1; d < blocks; ++d)
                         if (block + d < blocks) {
                             const int r = 16 * IntraProducts<T, C>::pair_of(block, d) + 8 * half + i;
-                            *reinterpret_cast<Pair<T>*>(scolumns + r * ld + 2 * l) =
-                                round_pair<T>(k0 * gap[d][0], k1 * gap[d][1]);
+                            *reinterpret_cast<pair32*>(scolumns + r * ld + 2 * l) = pair32{k0 * gap[d][0], k1 * gap[d][1]};
                         }
                     f0.then(x.fall[i][0]), f1.then(x.fall[i][1]);
                 }
@@ -270,8 +283,8 @@ void prepare(const T* q, const T* k, const T* v, const void* g, i32 g_is_float, 
             sync();
             products.add_below(sq, sk, scolumns, ld);
         } else {
-            T* const sq = reinterpret_cast<T*>(shared);
-            T* const sk = sq + C * ld;
+            E* const sq = operands;
+            E* const sk = sq + C * ld;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 *reinterpret_cast<Pair<T>*>(sq + (first_row + i) * ld + 2 * lane()) = x.q[i];

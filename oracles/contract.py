@@ -38,6 +38,8 @@ class Contract:
     storage : dtype of every site named in `sites`.
     sites : subset of SITES. A site that is not named stays in `wide`. The token recurrence has one, "S", its state.
     wide : dtype of everything else: running state, Gamma, accumulation, dg, dbeta. Only float32 is emulated.
+    operands : of the sites in OPERAND_SITES, where that is not `storage`: "tf32", the 11 significant bits that tensor
+        cores read of a float32.
     inverse : how A is found, see `oracles.chunked_forward.inverse`.
 
     Raises
@@ -52,6 +54,7 @@ class Contract:
     sites: frozenset[str] = frozenset()
     wide: Dtype = "float32"
     inverse: Literal["substitution", "neumann"] = "substitution"
+    operands: Literal["tf32"] | None = None
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
@@ -62,10 +65,18 @@ class Contract:
             raise ValueError(f"contract {self.name}: wide is {self.wide!r}; only float32 is emulated.")
         if self.inverse not in ("substitution", "neumann"):
             raise ValueError(f"contract {self.name}: inverse is {self.inverse!r}; use substitution or neumann.")
+        if self.operands not in (None, "tf32"):
+            raise ValueError(f"contract {self.name}: operands is {self.operands!r}; use tf32, or None for storage.")
         unknown = sorted(self.sites - (SITES if self.chunk is not None else {"S", *INPUT_SITES}))
         if unknown:
             allowed = "S, qn, kn (token recurrence)" if self.chunk is None else ", ".join(sorted(SITES))
             raise ValueError(f"contract {self.name}: {unknown[0]!r} is no site; use {allowed}.")
+
+    def dtype_of(self, site: str) -> str:
+        """What a site is rounded to."""
+        if site not in self.sites:
+            return self.wide
+        return self.operands if self.operands is not None and site in OPERAND_SITES else self.storage
 
     @property
     def family(self) -> str:
@@ -91,6 +102,11 @@ def storage16(dtype: Dtype, chunk: int) -> Contract:
 def operands16(dtype: Dtype, chunk: int) -> Contract:
     """As `storage16`, with Aqk and L formed on 16-bit tensor cores too."""
     return Contract(f"operands-{dtype}-c{chunk}", chunk, dtype, STORED | {"QK"})
+
+
+def operands_tf32(dtype: Dtype, chunk: int) -> Contract:
+    """As `storage16`, with Aqk and L formed on TF32 tensor cores."""
+    return Contract(f"tf32-{dtype}-c{chunk}", chunk, dtype, STORED | {"QK"}, operands="tf32")
 
 
 def chunked32(chunk: int) -> Contract:

@@ -57,7 +57,7 @@ class Operations:
         return np.zeros(shape if self.runs is None else (self.runs, *shape), self.real)
 
     def site(self, name: str, x: Floats) -> Floats:
-        """Round to the contract's storage dtype if `name` is one of its sites, else to `wide`."""
+        """Round to what the contract says of this site."""
         return x
 
     def wide(self, x: Floats) -> Floats:
@@ -135,7 +135,7 @@ class NearestOperations(Operations):
     real: type[np.floating[Any]] = np.float32
 
     def site(self, name: str, x: Floats) -> Floats:
-        return round_to(x, self.contract.storage) if name in self.contract.sites else x
+        return round_to(x, self.contract.dtype_of(name))
 
     def output(self, x: Floats, dtype: str) -> Floats:
         return round_to(x, dtype)
@@ -200,7 +200,7 @@ class StochasticOperations(Operations):
     def site(self, name: str, x: Floats) -> Floats:
         if name not in self.contract.sites:
             return self.wide(x)
-        return self.rounded(x, self.contract.storage)
+        return self.rounded(x, self.contract.dtype_of(name))
 
 
 def times(x: Floats, factor: Floats | None) -> Floats:

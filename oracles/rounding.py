@@ -28,9 +28,12 @@ Salt = npt.NDArray[np.uint32]
 FORMATS = {
     "float16": (10, -14, 65504.0),
     "bfloat16": (7, -126, 2.0**128 - 2.0**120),
+    "tf32": (10, -126, 2.0**128 - 2.0**117),
     "float32": (23, -126, 2.0**128 - 2.0**104),
 }
-"""dtype: (stored mantissa bits, exponent of the smallest normal, largest finite value)."""
+"""dtype: (stored mantissa bits, exponent of the smallest normal, largest finite value).
+
+tf32 is what tensor cores read of a float32; nothing is stored in it."""
 
 _GUARD_BITS = 5
 """Mantissa bits beyond the target's that enter the key: values closer than 1/32 ulp share their U."""
@@ -42,7 +45,7 @@ def spacing(x: npt.ArrayLike, dtype: str) -> npt.NDArray[np.float64]:
     Parameters
     ----------
     x : array_like, any shape
-    dtype : "float16" | "bfloat16" | "float32"
+    dtype : one of `FORMATS`
 
     Returns
     -------
@@ -61,7 +64,7 @@ def round_to(x: Floats, dtype: str) -> Floats:
     Parameters
     ----------
     x : float32 or float64 array
-    dtype : "float16" | "bfloat16" | "float32"
+    dtype : one of `FORMATS`
     """
     if dtype == "float32":
         if x.dtype == np.float32:
@@ -87,7 +90,7 @@ def _round_bits(x: Floats, dtype: str) -> Floats:
     last &= word((1 << total) - (1 << drop))
     y: Floats = last.view(x.dtype)
     size = np.abs(x)
-    if x.dtype == np.float64 or dtype == "float16":  # float32 and bfloat16 have the same exponents
+    if x.dtype == np.float64 or dtype == "float16":  # float32, bfloat16 and tf32 have the same exponents
         tiny = size < 2.0**least
         if tiny.any():  # subnormal: fixed spacing, every scaling here is exact
             q = x.dtype.type(2.0 ** (least - bits))
@@ -106,7 +109,7 @@ def round_stochastic(x: Floats, dtype: str, salt: Salt) -> Floats:
     Parameters
     ----------
     x : float32 or float64 array [...] or, with a run axis already, [R, ...]
-    dtype : "float16" | "bfloat16" | "float32"; "float32" needs a float64 array to round.
+    dtype : one of `FORMATS`; "float32" needs a float64 array to round.
     salt : uint32 [R, 1, ...] of one more dimension than an array without runs.
 
     Returns
@@ -139,7 +142,7 @@ def round_stochastic(x: Floats, dtype: str, salt: Salt) -> Floats:
         pattern32 &= ~np.uint32((1 << drop) - 1)
         y = pattern32.view(np.float32)
     size = np.abs(x)
-    if dtype != "bfloat16":  # bfloat16 has float32's exponents, so its subnormals come right by themselves
+    if dtype not in ("bfloat16", "tf32"):  # with float32's exponents subnormals come right by themselves
         small = size < 2.0**least
         if small.any():
             small = np.broadcast_to(small, y.shape)

@@ -93,7 +93,7 @@ def main(context: click.Context) -> None:
 @click.option("--checks", "check_names", help="Comma-separated names of checks; all of them if left out.")
 @click.option(
     "--contract",
-    help="Judge under this contract (storage16, operands16, float32, recurrent32) instead of the target's.",
+    help="Judge under this contract (storage16, operands16, operands_tf32, float32, recurrent32), not the target's.",
 )
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."

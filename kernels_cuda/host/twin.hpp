@@ -231,6 +231,32 @@ VK_CALL void mma16816(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site 
     });
 }
 
+VK_CALL inline void mma1688(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site site = Site::here()) {
+    struct Registers {
+        float* d;
+        const u32 *a, *b;
+    } mine{d, a, b};
+    host::collective("mma1688", site, &mine, [](void* const* slots) {
+        const auto read = [](u32 bits) { return double(as_float(bits & 0xffffe000u)); };
+        double A[16][8], B[8][8];
+        for (int l = 0; l < 32; ++l) {
+            const auto* const r = static_cast<const Registers*>(slots[l]);
+            const int g = l / 4, t = l % 4;
+            for (int i = 0; i < 4; ++i) A[g + 8 * (i % 2)][t + 4 * (i / 2)] = read(r->a[i]);
+            for (int i = 0; i < 2; ++i) B[t + 4 * i][g] = read(r->b[i]);
+        }
+        for (int i = 0; i < 16; ++i) {
+            double sum[8] = {};
+            for (int k = 0; k < 8; ++k)
+                for (int n = 0; n < 8; ++n) sum[n] += A[i][k] * B[k][n];
+            for (int n = 0; n < 8; ++n) {
+                float& c = static_cast<const Registers*>(slots[4 * (i % 8) + n / 2])->d[n % 2 + 2 * (i / 8)];
+                c = host::accumulated(double(c) + sum[n]);
+            }
+        }
+    });
+}
+
 // ---- asynchronous copies ------------------------------------------------------------------------
 
 inline void cp_async16(void* smem, const void* gmem, bool pred, Site site = Site::here()) {

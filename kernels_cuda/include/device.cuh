@@ -160,6 +160,14 @@ template <class T> VK_DEVICE void mma16816(float (&d)[4], const u32 (&a)[4], con
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// d += a b in TF32: a 16x8 (row), b 8x8 (col), d as above. The lower 13 bits of each operand are ignored.
+//   a[0] = A(g, t)  a[1] = A(g+8, t)  a[2] = A(g, t+4)  a[3] = A(g+8, t+4)     b[0] = B(t, g)  b[1] = B(t+4, g)
+VK_DEVICE void mma1688(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // ---- 16 bytes at a time -------------------------------------------------------------------------
 
 // p is 16-byte aligned, in global or shared memory.

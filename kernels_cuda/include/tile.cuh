@@ -2,7 +2,7 @@
 //
 // The accumulator of an M x N tile is float acc[M/16][N/8][4] in the layout of mma.m16n8k16, for every T:
 //   lane l, g = l/4, t = l%4:   acc[m][n][i] = C(16m + g + 8(i/2), 8n + 2t + i%2)
-// 16-bit tiles go through ldmatrix and the tensor core. Float tiles are true float32: one fused multiply-add per term,
+// Tiles of 16 bits and of tf32 go through ldmatrix and the tensor core. Float tiles are true float32: one fused multiply-add per term,
 // in ascending k, each thread its own elements (no TF32). Either way the order of accumulation is fixed.
 //
 // A tile is row-major with a pitch of `pitch<T>(columns)` elements, 16 bytes beyond the row: when the columns fill an
@@ -141,8 +141,23 @@ VK_DEVICE void warp_mma(float (&acc)[M / 16][N / 8][4], const T* A, int lda, con
                 for (int m = 0; m < M / 16; ++m) mma16816<T>(acc[m][N / 8 - 1], a[m], b);
             }
         }
+    } else if constexpr (is_same<T, tf32>) {
+        static_assert(M == 16 && N == 8 && F == NT, "of tf32 only what is used");
+        const int r = l % 8, block = l / 8;
+#pragma unroll
+        for (int k = 0; k < K; k += 16) {
+            u32 b[4];  // a row of an 8x8 matrix of 16-bit elements is four of tf32
+            ldmatrix_x4(b, B + r * ldb + k + 4 * block);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                u32 a[4];
+                ldmatrix_x4(a, A + (8 * (block % 2) + r) * lda + k + 8 * h + 4 * (block / 2));
+                const u32 bh[2] = {b[2 * h], b[2 * h + 1]};
+                mma1688(acc[0][0], a, bh);
+            }
+        }
     } else {
-        static_assert(is_same<T, float>, "T is f16, bf16 or float");
+        static_assert(is_same<T, float>, "T is f16, bf16, tf32 or float");
         const int row = frag_row(l, 0), col = frag_col(l, 0);
 #pragma unroll 2
         for (int k = 0; k < K; k += 4) {

@@ -16,7 +16,7 @@
 //   position  tid nthreads bidx bidy bidz gdimx gdimy gdimz, anew, blocks_that_fit
 //   order     sync syncwarp
 //   exchange  shfl shfl_xor shfl_up shfl_down (4-byte types, all 32 lanes)
-//   matrix    ldmatrix_x4 ldmatrix_x4_trans ldmatrix_x2 ldmatrix_x2_trans mma16816<T>
+//   matrix    ldmatrix_x4 ldmatrix_x4_trans ldmatrix_x2 ldmatrix_x2_trans mma16816<T> mma1688
 //   copies    ld128 st128 cp_async16 cp_async_commit cp_async_wait<N>
 //   bits      as_float as_u32 f16_value f16_round bf16_round f16x2_round bf16x2_round
 //   math      exp2 exp2_flush log2f exp log1p rsqrtf sqrt_rn fma fmax fmin fabs

@@ -66,6 +66,15 @@ template <class T> VK_KERNEL void multiply(const u32* a, const u32* b, float* d)
     for (int i = 0; i < 4; ++i) d[4 * tid() + i] = rd[i];
 }
 
+VK_KERNEL void multiply_tf32(const u32* a, const u32* b, float* d) {
+    u32 ra[4], rb[2];
+    float rd[4];
+    for (int i = 0; i < 4; ++i) ra[i] = a[4 * tid() + i], rd[i] = d[4 * tid() + i];
+    for (int i = 0; i < 2; ++i) rb[i] = b[2 * tid() + i];
+    mma1688(rd, ra, rb);
+    for (int i = 0; i < 4; ++i) d[4 * tid() + i] = rd[i];
+}
+
 // Rows of vec<T> + 1 elements, at any alignment.
 template <class T> VK_KERNEL void elements(const T* x, T* out, const i32* counts) {
     const int i = tid() * (vec<T> + 1);

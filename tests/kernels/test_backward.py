@@ -14,7 +14,7 @@ from kernels_cuda.forward import SHARED_LIMIT, Forward
 from kernels_cuda.modules import Backend, load
 from oracles.arithmetic import Exact, Stochastic
 from oracles.chunked import emulate
-from oracles.contract import Contract, chunked32, operands16
+from oracles.contract import Contract, chunked32, operands_tf32
 from oracles.recurrence import forward_reverse
 from verikda.call import Call
 from verikda.case import Case
@@ -27,7 +27,7 @@ TOKENS = ("dq", "dk", "dv", "dg", "dbeta")
 
 def contract_of(call: Call) -> Contract:
     dtype = call.dtypes["q"]
-    return chunked32(call.chunk_size) if dtype == "float32" else operands16(dtype, call.chunk_size)
+    return chunked32(call.chunk_size) if dtype == "float32" else operands_tf32(dtype, call.chunk_size)
 
 
 def run(backend: Backend = HOST, **knobs: Any) -> tuple[Call, dict[str, np.ndarray], dict[str, str]]:

@@ -13,7 +13,7 @@ from kernels_cuda.forward import Forward, forward
 from kernels_cuda.modules import Backend, load
 from oracles.arithmetic import Exact, Stochastic
 from oracles.chunked import emulate
-from oracles.contract import Contract, chunked32, operands16
+from oracles.contract import Contract, chunked32, operands_tf32
 from oracles.rounding import round_to, spacing
 from verikda.call import Call
 from verikda.case import Case
@@ -24,7 +24,7 @@ HOST = load("host")
 
 
 def contract_of(case: Case) -> Contract:
-    return chunked32(case.chunk_size) if case.dtype == "float32" else operands16(case.dtype, case.chunk_size)
+    return chunked32(case.chunk_size) if case.dtype == "float32" else operands_tf32(case.dtype, case.chunk_size)
 
 
 def run(backend: Backend = HOST, **knobs: Any) -> tuple[Call, dict[str, np.ndarray]]:
@@ -34,7 +34,7 @@ def run(backend: Backend = HOST, **knobs: Any) -> tuple[Call, dict[str, np.ndarr
 
 def judged(call: Call, out: dict[str, np.ndarray]) -> dict[str, float | None]:
     case_dtype = call.dtypes["q"]
-    contract = chunked32(call.chunk_size) if case_dtype == "float32" else operands16(case_dtype, call.chunk_size)
+    contract = chunked32(call.chunk_size) if case_dtype == "float32" else operands_tf32(case_dtype, call.chunk_size)
     judgement = judge(out, {"o": case_dtype, "ht": "float32"}, call.problem, contract, backward=False)
     assert judgement.verdict != "inconclusive", judgement.detail
     return {name: x.ratio for name, x in judgement.outputs.items()}

@@ -213,6 +213,28 @@ def test_mma_error_is_that_of_float_accumulation(backend: Backend, name: str) ->
     assert (abs(mma_result(d) - (C + A @ B)) <= bound).all()
 
 
+def test_tf32_mma_reads_eleven_bits_of_each_operand(backend: Backend) -> None:
+    A, B = (rng(i).integers(-1024, 1025, (16 if i == 0 else 8, 8)).astype(np.float32) for i in (0, 1))
+    lanes = [divmod(lane, 4) for lane in range(32)]
+    a = np.array([[A[g + 8 * (i % 2), t + 4 * (i // 2)] for i in range(4)] for g, t in lanes])
+    b = np.array([[B[t + 4 * i, g] for i in range(2)] for g, t in lanes])
+    start = rng(2).integers(-99, 99, (32, 4)).astype(np.float32)
+    want = mma_result(start) + A @ B
+    below = rng(3).integers(0, 1 << 13, (32, 6)).astype(np.uint32)  # bits that are not read
+    for low in (0 * below, below, np.full_like(below, 0x1FFF)):
+        _, _, d = launch(backend, "multiply_tf32", bits(a) | low[:, :4], bits(b) | low[:, 4:], start.copy())
+        assert_same_bits(mma_result(d), want, "mma1688")
+
+
+def test_tf32_product_of_tiles(backend: Backend) -> None:
+    A, B = (rng(i).integers(-99, 99, (n, 32)).astype(np.float32) for i, n in ((0, 16), (1, 8)))
+    C0 = rng(2).integers(-50, 50, (16, 8)).astype(np.float32)
+    *_, C = launch(
+        backend, "product<tf32,16,8,32,NT>", A, B, C0, np.zeros_like(C0), shared=product_bytes("float", 16, 8, 32, "NT")
+    )
+    assert_same_bits(C, C0 + A @ B.T, "warp_mma of tf32")
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_mma_passes_non_finite_values_to_their_row_only(backend: Backend, value: float) -> None:
     A, B = np.ones((16, 16), np.float16), np.ones((16, 8), np.float16)

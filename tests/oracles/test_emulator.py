@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -11,7 +11,15 @@ import pytest
 from oracles import chunked_backward, chunked_forward, gated
 from oracles.arithmetic import Exact, Nearest, Stochastic
 from oracles.chunked import NOTES, emulate
-from oracles.contract import FORWARD_SITES, Contract, chunked32, operands16, recurrent32, storage16
+from oracles.contract import (
+    FORWARD_SITES,
+    Contract,
+    chunked32,
+    operands16,
+    operands_tf32,
+    recurrent32,
+    storage16,
+)
 from oracles.problem import Problem
 from oracles.recurrence import forward, forward_reverse
 from oracles.rounding import round_to
@@ -101,6 +109,7 @@ CONTRACTS = {
     "23": chunked32(23),
     "token": recurrent32(),
     "anchored": operands16("bfloat16", 32),
+    "anchored tf32": operands_tf32("float16", 32),
     "neumann": replace(chunked32(16), inverse="neumann"),
 }
 
@@ -291,6 +300,7 @@ def test_sequences_do_not_meet(contract: Contract) -> None:
         ({"storage": "float64"}, "storage is 'float64'"),
         ({"wide": "bfloat16"}, "only float32"),
         ({"inverse": "lu"}, "inverse is 'lu'"),
+        ({"operands": "float16"}, "operands is 'float16'; use tf32"),
         ({"sites": frozenset({"Aqk", "AQK"})}, "'AQK' is no site"),
         ({"chunk": None, "sites": frozenset({"S", "W"})}, "'W' is no site; use S, qn, kn"),
     ],
@@ -311,10 +321,11 @@ def test_a_16_bit_state_costs_more_than_a_float32_one() -> None:
     assert errors[0] > 1000 * errors[1]
 
 
-def test_products_of_rounded_operands_round_as_products_do() -> None:
+@pytest.mark.parametrize(("operands", "ulp"), [(None, 2.0**-8), ("tf32", 2.0**-11)])
+def test_products_of_rounded_operands_round_as_products_do(operands: Literal["tf32"] | None, ulp: float) -> None:
     """Aqk is off by about a rounding of each operand, across and inside 16-row blocks, not on its diagonal."""
     p = problem(T=64, K=64, decay=0.3, dtype="bfloat16")
-    contract = Contract("operands", 64, "bfloat16", frozenset({"QK"}))
+    contract = Contract("operands", 64, "bfloat16", frozenset({"QK"}), operands=operands)
     plain, rounded = (emulate(p, c, Nearest(), intermediates=True).intermediates for c in (chunked32(64), contract))
     size = np.sqrt((plain["Aqk"] ** 2).mean())
     error = np.abs(rounded["Aqk"] - plain["Aqk"])
@@ -323,4 +334,4 @@ def test_products_of_rounded_operands_round_as_products_do() -> None:
     inside = below & (np.arange(64)[:, None] // 16 == np.arange(64) // 16)
     for where in (below & ~inside, inside):
         relative = np.sqrt((error[..., where] ** 2).mean() / (plain["Aqk"][..., where] ** 2).mean())
-        assert 0.3 * 2.0**-9 < relative < 2 * 2.0**-9
+        assert 0.15 * ulp < relative < ulp

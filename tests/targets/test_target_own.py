@@ -56,11 +56,11 @@ def test_on_the_cpu(name):
 
 def test_contracts_by_name():
     assert {name: contract_by_name(name, "float16", 32).name for name in NAMES} == {
-        "storage16": "storage-float16-c32", "operands16": "operands-float16-c32", "float32": "float32-c32",
-        "recurrent32": "float32-recurrent",
+        "storage16": "storage-float16-c32", "operands16": "operands-float16-c32",
+        "operands_tf32": "tf32-float16-c32", "float32": "float32-c32", "recurrent32": "float32-recurrent",
     }  # fmt: skip
-    assert {contract_by_name(name, "float32", 32).name for name in NAMES[:3]} == {"float32-c32"}
-    with pytest.raises(TargetError, match="'half' is not known: use one of storage16, operands16, float32"):
+    assert {contract_by_name(name, "float32", 32).name for name in NAMES[:4]} == {"float32-c32"}
+    with pytest.raises(TargetError, match="'half' is not known: use one of storage16, operands16, operands_tf32"):
         contract_by_name("half", "float16", 32)
 
 
@@ -69,7 +69,7 @@ def test_what_it_says_of_itself(no_gpu):
     assert target.name == "verikda"
     assert target.capabilities == Capabilities()
     assert target.contract(calls.make("float32", chunk_size=32)).name == "float32-c32"
-    assert target.contract(calls.make("bfloat16", chunk_size=16)).name == "operands-bfloat16-c16"
+    assert target.contract(calls.make("bfloat16", chunk_size=16)).name == "tf32-bfloat16-c16"
     assert {"verikda", "verikda:host", "verikda:cuda"} <= {line.name for line in available()}
 
 

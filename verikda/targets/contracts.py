@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from oracles.contract import Contract, Dtype, chunked32, operands16, recurrent32, storage16
+from oracles.contract import Contract, Dtype, chunked32, operands16, operands_tf32, recurrent32, storage16
 from verikda.call import Call
 from verikda.targets.base import TargetError
 
 Declared = str | Contract | Callable[[Call], Contract]
 """How a target declares its contract: by a name in `NAMES`, as it is, or depending on the call."""
 
-NAMES = ("storage16", "operands16", "float32", "recurrent32")
+NAMES = ("storage16", "operands16", "operands_tf32", "float32", "recurrent32")
 """storage16: intermediates in the 16-bit input dtype (float32 where inputs are); operands16: the decayed rows that are
-multiplied to Aqk and L too; float32: chunked, all of it in float32; recurrent32: token by token in float32.
+multiplied to Aqk and L too; operands_tf32: those in TF32; float32: chunked, all of it in float32; recurrent32: token by
+token in float32.
 
 A kernel that forms Aqk and L by products on tensor cores rounds the decayed rows of Q and K to what those take: 16
-bits, or the 11 significant ones of TF32. That is `operands16`. In bfloat16 rows in TF32 are finer than anything else
-that is rounded, so `storage16` names every site of such a kernel; in float16 it does not."""
+bits (`operands16`), or the 11 significant ones of TF32 (`operands_tf32`). In bfloat16 rows in TF32 are finer than
+anything else that is rounded, and `storage16` says nearly the same; where few terms cancel it does not."""
 
 
 DEFAULT = "storage16"
@@ -37,6 +38,8 @@ def contract_by_name(name: str, dtype: str, chunk: int) -> Contract:
         return chunked32(chunk) if dtype == "float32" else storage16(cast(Dtype, dtype), chunk)
     if name == "operands16":
         return chunked32(chunk) if dtype == "float32" else operands16(cast(Dtype, dtype), chunk)
+    if name == "operands_tf32":
+        return chunked32(chunk) if dtype == "float32" else operands_tf32(cast(Dtype, dtype), chunk)
     if name == "float32":
         return chunked32(chunk)
     if name == "recurrent32":

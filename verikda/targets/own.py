@@ -60,8 +60,8 @@ class Own:
         return self._capabilities
 
     def contract(self, call: Call) -> Contract:
-        """Intermediates and the decayed rows of q and k in the dtype of q, everything else in float32."""
-        return contract_of("operands16", call)
+        """Intermediates in the dtype of q, decayed rows of q and k in TF32, everything else in float32."""
+        return contract_of("operands_tf32", call)
 
     def run(self, call: Call) -> Result:
         """Make the call. See `Target.run`; `Result.ran` has the hash of the kernel sources and the device."""

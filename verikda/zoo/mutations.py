@@ -105,8 +105,8 @@ MUTATIONS: dict[str, Mutation] = {
         ("inverse.cuh", "odd = fma(-as_float(four.w[e])", "odd = fma(as_float(four.w[e])"), USUAL),
     "CUDA_OPERANDS_OF_BFLOAT16": _one(
         "early rounding", "decayed rows of float16 calls keep bfloat16's digits",
-        ("intra.cuh", "round_pair<T>(u.x * x, u.y * y)",
-         "round_pair<T>(to_float(from_float<bf16>(u.x * x)), to_float(from_float<bf16>(u.y * y)))"),
+        ("intra.cuh", "pair32{u.x * x, u.y * y}",
+         "pair32{to_float(from_float<bf16>(u.x * x)), to_float(from_float<bf16>(u.y * y))}"),
         Case(lengths=(100, 63, 2, 100, 31), packed=True, heads=2, groups=3, K=32, V=3, dtype="float16",
              gate_magnitude=0.3, key_regime="zero_rows", query_regime="one_large_row", beta_regime="binary",
              beta_sigmoid=True, value_regime="ints", h0="zero", seed=230038253),
@@ -117,7 +117,7 @@ MUTATIONS: dict[str, Mutation] = {
           "float ab[vec<T>]; for (int e = 0; e < vec<T>; ++e) ab[e] = a[e] * sbeta[j + e]; "
           "st128(sAt + i * lda + j, pack<T>(ab));"),
          ("prepare.cu", "y[i] *= sbeta[r];", "y[i] *= 1.f;"),
-         ("prepare.cu", "sbeta[first_row + i] * (k0 * e0), sbeta[first_row + i] * (k1 * e1)", "k0 * e0, k1 * e1"),
+         ("prepare.cu", "b * (k0 * e0), b * (k1 * e1)", "k0 * e0, k1 * e1"),
          ("prepare.cu", "round_pair<T>(b * w.x, b * w.y)", "round_pair<T>(w.x, w.y)")),
         Case(lengths=(8,), heads=4, K=3, V=24, dtype="bfloat16", beta_dtype="same", gate_magnitude=2.0,
              gate_in_kernel=True, lower_bound=-5.0, key_regime="zero_rows", query_regime="one_large_row",
