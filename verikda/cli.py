@@ -341,7 +341,7 @@ def bench(targets: tuple[str, ...], cpu: bool, json_path: Path | None, **options
 
 @main.command()
 @click.argument("targets", nargs=-1)
-@click.option("--grid", default="quick", show_default=True, help="quick (minutes on one core) or full.")
+@click.option("--grid", default="quick", show_default=True, help="quick (minutes), wide (K = V = 128) or full.")
 @click.option(
     "--from", "sources", type=click.Path(path_type=Path), multiple=True, help="Render this file, run nothing."
 )

@@ -160,7 +160,7 @@ def test_a_file_that_is_none_gets_one_sentence(name: str, tmp_path: Path) -> Non
         (("emulator", "--from", "r.jsonl"), "leave out TARGETS"),
         (("--json", "new.jsonl", "--from", "r.jsonl"), "runs nothing, and goes with --html and --markdown only"),
         (("--from", "r.jsonl", "--grid", "quick", "--jobs", "1"), "leave out --grid, --jobs"),
-        (("emulator", "--grid", "huge"), "no grid 'huge'; the grids are quick, full"),
+        (("emulator", "--grid", "huge"), "no grid 'huge'; the grids are quick, wide, full"),
         (("nobody",), "target 'nobody' is not known"),
     ],
 )

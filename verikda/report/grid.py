@@ -27,6 +27,7 @@ class Grid:
     heads, channels, tokens : H, K = V and T of a case where the series does not vary them.
     gates, chunks, keys, lengths, seeds : the axes.
     regimes : (gate regime, nats per token, key regime, beta regime) of the series from which verdicts come first.
+    long_channels : K = V of the series of lengths.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Grid:
     lengths: tuple[int, ...]
     seeds: int
     regimes: tuple[tuple[str, float, str, str], ...]
+    long_channels: int = 32
 
 
 _REGIMES = (
@@ -51,6 +53,8 @@ _REGIMES = (
 
 GRIDS = {
     "quick": Grid("quick", 2, 32, 130, GATES, (16, 32, 64), KEYS, (16, 64, 256, 1024), 4, _REGIMES),
+    # for kernels that are built for K = V = 128 and chunks of 64
+    "wide": Grid("wide", 2, 128, 130, GATES, (64,), KEYS, (64, 256, 1024), 4, _REGIMES, 128),
     "full": Grid(
         "full", 2, 128, 258, tuple(2.0 ** (e / 2) for e in range(-10, 13)), (16, 32, 64), KEYS,
         (16, 64, 256, 1024, 4096), 8,
@@ -107,5 +111,6 @@ def _of_dtype(grid: Grid, base: Case) -> Iterator[Point]:
             yield Point("gates", replace(base, gate_regime="bound", gate_magnitude=size, chunk_size=chunk))
     for n in grid.lengths:
         longest = n == max(grid.lengths)
-        case = replace(base, heads=1, K=32, V=32, lengths=(n,), gate_regime="slow")
+        channels = grid.long_channels
+        case = replace(base, heads=1, K=channels, V=channels, lengths=(n,), gate_regime="slow")
         yield Point("lengths", case, frozenset({"positions"} if longest else ()))
