@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import subprocess
 import sys
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from test_bench import H200, delta, fused, late, recurrence
 
 from verikda.bench import check, command, gpu, peers, run
 from verikda.bench import workloads as shapes
-from verikda.bench.gpu import HOST_REPEATS, QUEUE, REPEATS, WARM_UP, Run, sample
+from verikda.bench.gpu import HOST_REPEATS, QUEUE, REPEATS, WARM_UP, Run, captured, sample
 from verikda.bench.output import markdown, write_pytest_benchmark
 from verikda.bench.peers import JaxRunner, Peer, TorchRunner
 from verikda.bench.rows import Row, Timing, compare
@@ -202,6 +204,27 @@ def test_every_kind_and_mode_is_checked_timed_and_written(
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     assert "a[KDA, fast gates 1,24,2 forward]" in shown.stdout
+
+
+def test_a_graph_keeps_what_its_calls_read() -> None:
+    """A graph holds the addresses of what a forward has saved for its backward, and not the tensors."""
+
+    class Saved:
+        pass
+
+    seen: list[weakref.ref[Saved]] = []
+
+    def make() -> Any:
+        saved = Saved()
+        seen.append(weakref.ref(saved))
+        return lambda: saved
+
+    replay = captured(types.SimpleNamespace(cuda=FakeCuda()), [make, make])
+    gc.collect()
+    assert all(saved() is not None for saved in seen)
+    del replay
+    gc.collect()
+    assert [saved() for saved in seen] == [None, None]
 
 
 def test_what_cannot_be_captured_is_timed_by_events(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

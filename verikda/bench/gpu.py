@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 REPEATS = 30
@@ -163,4 +164,9 @@ def captured(torch: Any, prepare: Sequence[Callable[[], Callable[[], Any]]]) -> 
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             call()
         graphs.append(graph)
-    return lambda i: graphs[i % len(graphs)].replay()
+    # A graph holds addresses: what a backward reads of its forward must live as long.
+    return partial(_replay, graphs, calls)
+
+
+def _replay(graphs: Sequence[Any], kept: Sequence[Callable[[], Any]], i: int) -> None:
+    graphs[i % len(graphs)].replay()
