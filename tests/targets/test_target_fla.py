@@ -17,6 +17,9 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'
 
 import toy_kda
 
+from verikda.call import Refused
+from verikda.case import Case
+from verikda.run_case import run_case
 from verikda.targets import TargetError, resolve
 
 seen = {}
@@ -88,7 +91,8 @@ def library(monkeypatch):
 
 
 def test_parameters_behind_kwargs_arrive(library):
-    call = calls.make("bfloat16", gate="bounded", params=True, safe_gate=True, chunk_size=32, recompute=False)
+    more = {"params": True, "safe_gate": True, "chunk_size": 32, "recompute": False}
+    call = calls.make("bfloat16", shape=(2, 5, 1, 2, 9, 4), gate="bounded", **more)
     assert floor(resolve("fla"), call) == "pass"
     assert (seen["chunk_size"], seen["disable_recompute"], seen["safe_gate"]) == (32, True, True)
 
@@ -155,12 +159,29 @@ def test_capabilities(library):
     assert (c.chunk_sizes, c.dtypes, c.rules) == ((32, 64), ("float16", "bfloat16"), ("kda",))
     assert c.gates == ("log", "softplus", "bounded")
     assert not c.hard_reset
+    assert not c.tail_padding
     for field in ("packed", "initial_state", "scale", "qk_l2norm", "beta_sigmoid", "state_v_first", "recompute"):
         assert getattr(c, field), field
-    assert set(c.notes) == {"dtypes", "chunk_sizes", "hard_reset"}
+    assert set(c.notes) == {"dtypes", "chunk_sizes", "hard_reset", "tail_padding"}
     token, delta = resolve("fla:recurrent").capabilities, resolve("fla:delta").capabilities
     assert (token.backward, token.dht, token.hard_reset, token.safe_gate) == (False, False, True, False)
+    assert token.tail_padding
+    assert not delta.tail_padding
     assert (delta.rules, delta.chunk_sizes, delta.grouped, delta.gates) == (("delta",), (16, 32, 64), False, ("log",))
+
+
+def test_calls_whose_kernel_does_not_compile_are_declined(library):
+    """With safe_gate Triton needs a tile of 16 over all of K: the next power of two of 9, not of 8."""
+    small, large = (calls.make("float16", shape=(1, 3, 1, 1, K, 2), safe_gate=True) for K in (8, 9))
+    with pytest.raises(Refused, match=r"safe_gate with K = 8: this kernel of fla takes K from 9 on"):
+        resolve("fla").run(small)
+    assert not seen, "the library was called"
+    assert floor(resolve("fla"), large) == "pass"
+    assert floor(resolve("fla"), replace(small, safe_gate=False)) == "pass"
+    report = run_case(resolve("fla"), Case(dtype="float16", safe_gate=True))
+    assert (report.verdict, len(report.outcomes)) == ("refused", 1)
+    with pytest.raises(ValueError, match="has no parameter safe_gate"):
+        resolve("fla:recurrent").run(replace(small, backward=False))
 
 
 def test_contracts(library):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from oracles.contract import Contract, operands16, storage16
-from verikda.call import Call, Result
+from verikda.call import Call, Refused, Result
 from verikda.targets.base import TargetError
 from verikda.targets.loading import describe, short
 from verikda.targets.signature import read
@@ -25,13 +25,24 @@ FROM_KWARGS = ("A_log", "dt_bias", "chunk_size")
 """Parameters that chunk_kda reads from its `**kwargs`."""
 
 NO_FLOAT32 = "float32 inputs run through TF32 products, which is no float32 contract"
+TAIL_ROWS = "rows behind the last offset are left as they were in memory, in o and in gradients"
+
+SAFE_GATE_K = 9
+"""Smallest K that chunk_kda takes with safe_gate: its diagonal blocks are products of Triton over all of K, in one tile
+of the next power of two, which must be 16 at least. Below, the kernel does not compile."""
 
 
 class Fla(TorchFunction):
     """A function of the library; `Result.ran` has the file and line inside its decorators, and whose configs it ran."""
 
     def run(self, call: Call) -> Result:
-        """Make the call. See `Target.run`."""
+        """Make the call; one whose kernel is known not to compile is declined. See `Target.run`."""
+        K = call.problem.q.shape[-1]
+        if call.safe_gate and self.signature.has("safe_gate") and K < SAFE_GATE_K:
+            raise Refused(
+                f"safe_gate with K = {K}: this kernel of fla takes K from {SAFE_GATE_K} on, below it does not compile "
+                "(Triton's products need a tile of 16)"
+            )
         result = super().run(call)
         where = result.ran.rpartition(", torch ")[2]
         return replace(result, ran=f"{describe(undecorated(self.function))}{_configs()}, torch {where}")
@@ -102,7 +113,9 @@ def chunked() -> Fla:
         chunk_sizes=(32, 64),
         max_k=256,
         hard_reset=False,
+        tail_padding=False,
         notes={
+            "tail_padding": TAIL_ROWS,
             "dtypes": NO_FLOAT32,
             "chunk_sizes": "chunk_kda accepts 32 and 64",
             "hard_reset": "differences of cumulative gates: g = -inf gives inf - inf",
@@ -155,6 +168,7 @@ def delta() -> Fla:
     capabilities = replace(
         read(function, name, swallowed).capabilities(),
         dtypes=("float16", "bfloat16"),
-        notes={"dtypes": "chunk_delta_rule refuses float32"},
+        tail_padding=False,
+        notes={"dtypes": "chunk_delta_rule refuses float32", "tail_padding": TAIL_ROWS},
     )
     return Fla(function, name, capabilities=capabilities, contract="storage16", swallowed=swallowed)
