@@ -124,7 +124,7 @@ def search_all(
                     elif isinstance(message, CaseReport):
                         whole.add(message)
                         on_report(message)
-                    elif not (kinds := {(message.check, f.output) for f in message.failures}) <= seen:
+                    elif not (kinds := {f.kind for f in message.failures}) <= seen:
                         seen |= kinds
                         whole.findings.append(message)
                         on_finding(message)

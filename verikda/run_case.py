@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verikda.call import Call, Crashed, Malformed, Refused
 from verikda.case import Case
-from verikda.checks import CHECKS, FREE, Check, Context, Failure, Outcome
+from verikda.checks import CALL, CHECKS, FREE, Check, Context, Failure, Outcome
 from verikda.floor import LIMIT
 from verikda.inputs import make_call
 from verikda.targets.base import Target
@@ -59,23 +59,16 @@ def verdict_of(outcomes: tuple[Outcome, ...]) -> str:
     return "inconclusive"
 
 
-def run_check(check: Check, ctx: Context) -> Outcome:
-    """One check; a refusal, a crash and a malformed answer become outcomes."""
+def run_check(check: Check, ctx: Context) -> Outcome | str:
+    """One check, or why it does not apply; a refusal, a crash and a malformed answer become outcomes."""
     try:
-        return check.run(ctx)
+        reason = check.applies(ctx)
+        return check.run(ctx) if reason is None else reason
     except Refused as refusal:
         return Outcome(check.name, "refused", detail=str(refusal))
     except (Crashed, Malformed) as error:
         kind = "the call crashed" if isinstance(error, Crashed) else "the answer is malformed"
-        return Outcome(check.name, "fail", (Failure(check.name, "call", f"{kind}: {error}"),))
-
-
-def _reason(check: Check, ctx: Context) -> str | None:
-    """Why a check does not apply; one that must see the result of a call that fails does, and says how it ended."""
-    try:
-        return check.applies(ctx)
-    except (Refused, Crashed, Malformed):
-        return None
+        return Outcome(check.name, "fail", (Failure(check.name, CALL, f"{kind}: {error}"),))
 
 
 def run_call(
@@ -104,15 +97,15 @@ def run_call(
     for check in (*free, *others):
         if check.name not in FREE and left == 0:
             break
-        reason = _reason(check, ctx)
-        if reason is not None:
-            skipped[check.name] = reason
+        said = run_check(check, ctx)
+        if isinstance(said, str):
+            skipped[check.name] = said
             continue
-        outcomes.append(run_check(check, ctx))
+        outcomes.append(said)
         if check.name not in FREE:
             left -= 1
-        if outcomes[-1].verdict == "refused" and ctx.runs <= 1:
-            break  # the call itself is refused: every check would say the same
+        if (said.verdict == "refused" or any(f.output == CALL for f in said.failures)) and ctx.runs <= 1:
+            break  # the call itself is refused or fails: every check would say the same
     return tuple(outcomes), skipped, ctx
 
 

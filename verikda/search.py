@@ -1,7 +1,7 @@
 """The search: the corpus of worst cases first, then every regime once, then Hypothesis.
 
-Nothing stops at the first failure: each new kind of failure (check and output) is shrunk and kept, and the
-search goes on with the budget that is left.
+Nothing stops at the first failure: each new kind of failure (`Failure.kind`) is shrunk and kept, and the search goes on
+with the budget that is left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from verikda.case import Case
-from verikda.checks import BY_NAME, CHECKS, Check
+from verikda.checks import BY_NAME, CALL, CHECKS, Check, Failure
 from verikda.finding import Finding
 from verikda.floor import LIMIT
 from verikda.interrupts import held
@@ -264,7 +264,7 @@ class Search:
             self.summary.add(report)
             self._on_report(report)
         for o in report.outcomes:
-            kinds = {(o.check, f.output) for f in o.failures}
+            kinds = {f.kind for f in o.failures}
             if o.verdict == "fail" and not kinds <= self._seen:
                 self._seen |= kinds
                 name, first = self.target.name, report.case
@@ -272,7 +272,7 @@ class Search:
                 try:
                     finding = self._shrunk(finding)
                 finally:  # an interrupt while shrinking keeps the failure as it was first seen
-                    self._seen |= {(o.check, f.output) for f in finding.failures}
+                    self._seen |= {f.kind for f in finding.failures}
                     # another failure may have shrunk to the same case
                     if all((f.check, f.case) != (finding.check, finding.case) for f in self.summary.findings):
                         self.summary.findings.append(finding)
@@ -288,7 +288,8 @@ class Search:
             if permits(self.target.capabilities, case) is not None:
                 return False
             again = run_case(self.target, case, one, limit=settings.limit)
-            if again.verdict != "fail":
+            # a crash that became a wrong value, or the other way round, would be kept in place of what was found
+            if again.verdict != "fail" or _ended(again.failures) != _ended(finding.failures):
                 return False
             smallest = replace(finding, case=case, failures=again.failures, ran=again.ran)
             return True
@@ -297,3 +298,8 @@ class Search:
             finding.case, still_fails, seconds=settings.shrink_seconds, attempts=settings.shrink_attempts
         )
         return replace(smallest, minimal=minimal)
+
+
+def _ended(failures: tuple[Failure, ...]) -> set[tuple[str, str]]:
+    """How calls without a result ended."""
+    return {f.kind for f in failures if f.output == CALL}

@@ -186,6 +186,64 @@ def test_every_check_says_how_a_call_that_fails_ended(error: Exception) -> None:
         assert len(run_case(Odd(fail), case).outcomes) >= 1
 
 
+def compiled(call: Call, run: Any) -> Result:
+    """Does not compile for chunks of 32; the text has sizes in it, and lines of the source."""
+    if call.chunk_size == 32:
+        B, T = call.problem.q.shape[:2]
+        raise Crashed(f"CompilationError: at {77 + B}:12:\n  b_g{T} = load(g)\n   ^\nK >= 16 is needed, got {T % 16}")
+    return run(call)
+
+
+def test_a_crash_that_many_checks_see_in_many_cases_is_one_finding() -> None:
+    checks = named(("floor", "chunk_sizes", "prefix", "repeat", "views", "call_order"))
+    summary = search(Odd(compiled), 30, checks=checks)
+    assert summary.failed_cases > 1
+    assert len([name for name, count in summary.checks.items() if count["fail"]]) > 1
+    (finding,) = summary.findings
+    assert "K >= 16 is needed" in finding.failures[0].message
+
+
+def test_another_crash_and_a_wrong_value_are_findings_of_their_own() -> None:
+    def several(call: Call, run: Any) -> Result:
+        if call.state_v_first:
+            raise Crashed("IndexError: list index out of range")
+        result = compiled(call, run)
+        return replace(result, outputs={n: 1.5 * x if n == "o" else x for n, x in result.outputs.items()})
+
+    summary = search(Odd(several), 30, checks=named(("floor", "chunk_sizes")))
+    found = [{f.kind for f in finding.failures} for finding in summary.findings]
+    assert len(found) == 4
+    assert sum(len(kinds) for kinds in found) == len(set().union(*found)), "one kind twice"
+    assert {("floor", "o"), ("chunk_sizes", "o")} <= set().union(*found)
+    for finding in summary.findings:
+        again = run_case(Odd(several), finding.case, (BY_NAME[finding.check],))
+        assert {f.kind for f in again.failures} == {f.kind for f in finding.failures}
+
+
+def test_a_failure_does_not_shrink_to_one_of_another_kind() -> None:
+    """With one key channel the call crashes: a wrong value must not become that, nor be lost to it."""
+
+    def small(call: Call, run: Any) -> Result:
+        if call.problem.q.shape[-1] == 1:
+            raise Crashed("CompilationError: K >= 16")
+        result = run(call)
+        return replace(result, outputs={n: 1.5 * x if n == "o" else x for n, x in result.outputs.items()})
+
+    summary = search(Odd(small), 10, checks=named(("floor",)))
+    wrong = next(f for f in summary.findings if f.failures[0].output == "o")
+    assert wrong.case.K == 2
+
+
+def test_no_check_runs_after_a_call_that_fails_at_once() -> None:
+    calls: list[Call] = []
+
+    def fail(call: Call, run: Any) -> Result:
+        calls.append(call)
+        raise Crashed("no")
+
+    assert len(run_case(Odd(fail), Case(lengths=(20,), K=2, V=2)).outcomes) == len(calls) == 1
+
+
 def test_an_output_that_is_promised_but_missing_is_a_failure() -> None:
     def forward_only(call: Call, run: Any) -> Result:
         result = run(call)

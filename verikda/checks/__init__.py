@@ -7,7 +7,7 @@ every case; of the others a few take turns on each case.
 from __future__ import annotations
 
 from verikda.checks import adjoint, causal, memory, structure, values
-from verikda.checks.base import Check, Context, Failure, Outcome, Verdict
+from verikda.checks.base import CALL, Check, Context, Failure, Outcome, Verdict
 from verikda.choose import choose
 
 CHECKS: tuple[Check, ...] = (
@@ -20,7 +20,7 @@ CHECKS: tuple[Check, ...] = (
 BY_NAME = {check.name: check for check in CHECKS}
 FREE = ("floor", "inputs_unchanged", "empty_passthrough", "padding_rows")
 
-__all__ = ["BY_NAME", "CHECKS", "FREE", "Check", "Context", "Failure", "Outcome", "Verdict", "named"]
+__all__ = ["BY_NAME", "CALL", "CHECKS", "FREE", "Check", "Context", "Failure", "Outcome", "Verdict", "named"]
 
 
 def named(names: tuple[str, ...]) -> tuple[Check, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,8 @@ from verikda.floor import LIMIT, Judgement, judge
 from verikda.targets.base import Target
 
 Verdict = Literal["pass", "fail", "inconclusive", "refused"]
+CALL = "call"
+"""The `output` of a failure of a call that gave no result: it crashed, or its answer is malformed."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Failure:
 
     Attributes
     ----------
-    check, output : where it was seen; `output` is a name of oracles.problem or of an input.
+    check, output : where it was seen; `output` is a name of oracles.problem or of an input, or `CALL`.
     message : the fact in plain words.
     coordinate : index of the worst (floor) or first (bitwise) element, in the public layout.
     expected, actual : its values.    dtype : dtype of the output.
@@ -40,6 +43,18 @@ class Failure:
     actual: float | None = None
     dtype: str = "float32"
     ratio: float | None = None
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What a search has once: check and output, of a call without a result how it ended, whichever check saw it.
+
+        How it ended is the first and the last line of its text without numbers: sizes and addresses in it change with
+        the case, and a compiler quotes the source in between.
+        """
+        if self.output != CALL:
+            return self.check, self.output
+        lines = re.sub(r"0x[0-9a-f]+|\d+", "", self.message).strip().splitlines()
+        return CALL, f"{lines[0]} {lines[-1]}"
 
 
 @dataclass(frozen=True)

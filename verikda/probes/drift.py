@@ -19,6 +19,7 @@ from oracles.problem import GRADIENTS, OUTPUTS, Array
 from oracles.recurrence import forward, forward_reverse
 from verikda.call import Call, Crashed, Malformed, Refused, Result
 from verikda.case import Case
+from verikda.checks import CALL
 from verikda.floor import LIMIT
 from verikda.inputs import make_call
 from verikda.noise import Floor, OutputNoise
@@ -102,10 +103,10 @@ def drifts(target: Target, tokens: int = TOKENS, seed: int = 0) -> Iterator[Drif
         try:
             result = target.run(call)
         except Refused as refusal:
-            yield Drift("call", dtype, case, (), None, "refused", str(refusal))
+            yield Drift(CALL, dtype, case, (), None, "refused", str(refusal))
             continue
         except (Crashed, Malformed) as error:
-            yield Drift("call", dtype, case, (), None, "fail", str(error))
+            yield Drift(CALL, dtype, case, (), None, "fail", str(error))
             continue
         yield from measure(target, case, call, result)
 

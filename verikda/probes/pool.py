@@ -19,7 +19,7 @@ from oracles.contract import Contract
 from oracles.problem import Array
 from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
 from verikda.case import Case
-from verikda.checks import Failure
+from verikda.checks import CALL, Failure
 from verikda.checks.base import compare
 from verikda.checks.transform import TOKENS, revised
 from verikda.checks.values import from_judgement
@@ -244,7 +244,7 @@ class Pool(RuleBasedStateMachine):
             self.steps.append(f"  refused: {refusal}")
             return None
         except (Crashed, Malformed) as error:
-            self._fail([Failure("pool", "call", str(error))], order)
+            self._fail([Failure("pool", CALL, str(error))], order)
         missing = [name for name in ("o", "ht") if name not in result.outputs]
         if missing:
             self._fail([Failure("pool", missing[0], f"{missing[0]} is missing")], order)
