@@ -9,6 +9,7 @@ target by named checks; fails the test with the finding's message).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,12 +58,15 @@ class CheckItem(pytest.Item):
 
     def runtest(self) -> None:
         """Fail when the search found a failure of this check; skip when the check never ran."""
+        from verikda.checks import CALL
+
         summary = _summary(self.config)
         findings = [f for f in summary.findings if f.check == self.check]
-        if findings:
-            raise CheckError(findings)
-        counts = summary.checks.get(self.check)
-        if not counts or not counts["pass"]:
+        counts = summary.checks.get(self.check, Counter())
+        if findings or counts["fail"]:
+            # calls without a result are one finding, of the check that saw one first
+            raise CheckError(findings or [f for f in summary.findings if f.failures[0].output == CALL])
+        if not counts["pass"]:
             doubts = [text for text in summary.doubts if text.startswith(self.check + ":")]
             reasons = doubts + list(summary.refusals)
             pytest.skip(f"no case could tell: {reasons[0] if reasons else 'the check applies to no drawn case'}")
@@ -213,9 +217,8 @@ def verikda_check() -> Callable[..., None]:
         with torch_on_one_thread():
             report = run_case(chosen, case, CHECKS if checks is None else named(tuple(checks)))
         if report.verdict == "fail":
-            pytest.fail(
-                message(chosen.name, report.failures, case, f"Case.from_json({case.to_json()!r})"), pytrace=False
-            )
+            again = f"from verikda.case import Case; case = Case.from_json({case.to_json()!r})"
+            pytest.fail(message(chosen.name, report.failures, case, again), pytrace=False)
         if report.verdict != "pass":
             details = "; ".join(f"{o.check}: {o.detail}" for o in report.outcomes if o.verdict != "pass")
             if hypothesis.currently_in_test_context():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from verikda.case import Case
 from verikda.checks import CHECKS
 from verikda.finding import load_case
 
@@ -107,6 +108,28 @@ def test_a_fault_fails_with_the_finding_and_writes_its_file(tmp_path: Path) -> N
     assert load_case(tmp_path / path)[1:] == ("zoo:DV_OFF", "floor")
 
 
+CRASHING = """
+from verikda.call import Crashed
+from verikda.zoo.target import ZooTarget
+
+class Crashing(ZooTarget):
+    def run(self, call):
+        if call.chunk_size == 16:
+            raise Crashed("CompilationError: at 3:4")
+        return super().run(call)
+"""
+
+
+def test_a_crash_fails_every_check_that_saw_it_by_its_one_finding(tmp_path: Path) -> None:
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    options = ("--verikda-target=crashing:Crashing", "--verikda-cases=12", "-k", "floor or chunk_sizes")
+    result = run(tmp_path, *options)
+    assert result.returncode == FAILED, result.stdout
+    assert "FAILED verikda::floor" in result.stdout
+    assert "FAILED verikda::chunk_sizes" in result.stdout
+    assert len(list((tmp_path / "verikda-findings").iterdir())) == 1
+
+
 def test_one_test_per_check_is_collected(tmp_path: Path) -> None:
     result = run(tmp_path, "--verikda-target=zoo", "--collect-only", "-q")
     assert result.returncode == PASSED, result.stdout
@@ -153,6 +176,10 @@ def test_a_fault_and_a_case_that_cannot_tell_fail_a_users_test(tmp_path: Path) -
                  "give --verikda-target=NAME"):  # fmt: skip
         assert part in result.stdout
     assert "1 passed, 1 skipped" in result.stdout
+    replay = next(x.partition("replay: ")[2] for x in result.stdout.splitlines() if "replay: " in x)
+    known: dict[str, object] = {}
+    exec(replay, known)
+    assert known["case"] == Case(lengths=(5,), K=3, V=2)
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
