@@ -117,5 +117,9 @@ class Crashed(Exception):  # noqa: N818 - an outcome of a call, not an error of 
     """The call ended in an error that is no refusal; carries its type and text. Always a failure."""
 
 
+class ContextLost(Crashed):
+    """The call ended the CUDA context of its process too, in which no later call can be made."""
+
+
 class Malformed(Exception):  # noqa: N818 - an outcome of a call, not an error of this package
     """The target answered with something that is not a result: wrong shape, dtype or type. Always a failure."""

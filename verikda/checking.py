@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from verikda.choose import choose_listed, choose_one
 from verikda.environment import environment
 from verikda.finding import Finding, failure_lines, load_case, message
 from verikda.inputs import make_call
-from verikda.interrupts import ALONE
 from verikda.parallel import search_all
 from verikda.profiles import PROFILES
 from verikda.record import Record, case_line, check_folders, check_outputs
@@ -82,7 +80,7 @@ def check_command(
             f"it declares no contract, so it is judged under {DEFAULT}: --contract or its attribute verikda_contract "
         )
         show.say(out, f"{text}names another ({', '.join(NAMES)})")
-    started, lost = time.perf_counter(), list[str]()
+    started = time.perf_counter()
 
     with show.progress(out, settings.cases, target.name) as step:
 
@@ -99,33 +97,29 @@ def check_command(
             show.say(out, text)
 
         def on_lost(text: str) -> None:
-            lost.append(text)
-            show.say(out, f"{text}; {ALONE}")
+            show.say(out, text)
 
         first = tuple(corpus.cases())
         if jobs == 1:
             summary = Search(target, settings, first=first, on_report=on_report, on_finding=on_finding).run()
+            for text in summary.lost:
+                on_lost(text)
         else:
             summary = search_all(target_name, contract, settings, jobs, first, on_report, on_finding, on_lost)
             summary.target, summary.seconds = target.name, time.perf_counter() - started
-    closing = {"kind": "end", **end_line(summary, lost)}
+    closing = {"kind": "end", **end_line(summary)}
     record.write(closing)
     record.close()
     short.write({**opening, **closing, "kind": "summary"})
     short.close()
-    return report_summary(out, summary, settings.limit, lost)
+    return report_summary(out, summary, settings.limit)
 
 
-def _verdict(summary: Summary, lost: Sequence[str]) -> str:
-    """That of the search; shares that were lost may have had the case that fails, so it passes only without any."""
-    return "inconclusive" if lost and summary.verdict == "pass" else summary.verdict
-
-
-def end_line(summary: Summary, lost: Sequence[str]) -> dict[str, object]:
+def end_line(summary: Summary) -> dict[str, object]:
     """Counts of a whole run, for its last record."""
     return {
-        "verdict": _verdict(summary, lost),
-        "lost": list(lost),
+        "verdict": summary.verdict,
+        "lost": summary.lost,
         "verdicts": dict(summary.verdicts),
         "checks": {name: dict(count) for name, count in summary.checks.items()},
         "worst": {name: {"ratio": r, "case": c.to_dict()} for name, (r, c) in summary.worst.items()},
@@ -137,7 +131,7 @@ def end_line(summary: Summary, lost: Sequence[str]) -> dict[str, object]:
     }
 
 
-def report_summary(out: Console, summary: Summary, limit: float, lost: Sequence[str]) -> int:
+def report_summary(out: Console, summary: Summary, limit: float) -> int:
     """Print the tables and the closing line; the exit status."""
     show.summary_tables(out, summary, limit)
     for ran, n in summary.ran.most_common(3):
@@ -145,16 +139,16 @@ def report_summary(out: Console, summary: Summary, limit: float, lost: Sequence[
         show.say(out, f"ran ({n} cases): {ran}; judged under {under}")
     total = sum(summary.verdicts.values())
     counts = ", ".join(f"{n} {v}" for v, n in summary.verdicts.most_common()) or "none judged"
-    stopped = (" (interrupted)" if summary.interrupted else "") + (f" ({len(lost)} shares lost)" if lost else "")
-    verdict = _verdict(summary, lost)
+    lost = f" ({len(summary.lost)} shares lost)" if summary.lost else ""
+    stopped = (" (interrupted)" if summary.interrupted else "") + lost
     rate = total / summary.seconds if summary.seconds else 0.0
     out.print(
-        f"{show.coloured(verdict)}  {summary.target}: {total} cases in {summary.seconds:.1f} s "
+        f"{show.coloured(summary.verdict)}  {summary.target}: {total} cases in {summary.seconds:.1f} s "
         f"({rate:.1f} cases/s){stopped}: {counts}; {len(summary.findings)} findings"
     )
     if total and summary.verdict == "inconclusive":
         out.print("No case could tell right from wrong: see the reasons above, or give more cases.")
-    return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)
+    return {"pass": PASS, "fail": FAIL}.get(summary.verdict, NOTHING)
 
 
 def replay_command(file: Path, target_name: str | None, snippet: Path | None, contract: str | None) -> int:

@@ -31,7 +31,8 @@ class Finding:
     ----------
     target, check : names.
     case : the smallest case found that shows it.
-    minimal : no single simpler case shows it (False when the shrinking budget ran out).
+    minimal : no single simpler case shows it (False when shrinking did not come to its end: the budget ran out, it was
+        interrupted, or nothing could be run any more).
     failures : what is wrong on that case.
     found_in : the case in which it was first seen.
     ran : what the target said it ran.
@@ -137,7 +138,7 @@ def message(target: str, failures: tuple[Failure, ...], case: Case, replay: str,
     from verikda.strategies import describe
 
     lines = failure_lines(target, failures)
-    lines.append(f"  {'smallest case' if minimal else 'case (shrinking ran out of time)'}: {describe(case)}")
+    lines.append(f"  {'smallest case' if minimal else 'case (not shrunk to the end)'}: {describe(case)}")
     lines.append(f"  replay: {replay}")
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 
 from verikda.case import Case
 from verikda.finding import Finding
-from verikda.interrupts import Worker, Workers, held, how_ended, interrupt, on_stop
+from verikda.interrupts import ALONE, Worker, Workers, held, how_ended, interrupt, on_stop
 from verikda.run_case import CaseReport
 from verikda.search import Search, Settings, Summary
 
@@ -31,13 +31,14 @@ def search_part(
 ) -> None:
     """Run one share in this process: every n-th case of the fixed start, then cases of its own seed.
 
-    The last thing sent is None: without it the share has not come to its end. SIGTERM ends the search in a way that
-    keeps what it found, and then the process, with a status in `ENDED`.
+    The last thing sent is None: without it the share has not come to its end. A text before it says that the share
+    ended before its cases did. SIGTERM ends the search in a way that keeps what it found, and then the process, with a
+    status in `ENDED`.
     """
     from verikda.checks import named
     from verikda.targets import resolve
 
-    def send(message: CaseReport | Finding | None) -> None:
+    def send(message: CaseReport | Finding | str | None) -> None:
         with held():  # half a message is none
             try:
                 pipe.send(message)
@@ -48,7 +49,10 @@ def search_part(
         part, parts = settings.part
         own = replace(settings, checks=named(checks))
         target = resolve(name, contract=contract)
-        if not Search(target, own, first=first[part::parts], on_report=send, on_finding=send).run().interrupted:
+        summary = Search(target, own, first=first[part::parts], on_report=send, on_finding=send).run()
+        for text in summary.lost:
+            send(text)
+        if not summary.interrupted:
             send(None)
             return
     sys.exit(ENDED[1])
@@ -66,8 +70,8 @@ def search_all(
 ) -> Summary:
     """Run `jobs` shares at once and add up what they report. Call it from the main thread.
 
-    A share whose process ends before it does, as in a crash of the target, does not end the others: `on_lost` gets
-    which one it was and how it ended.
+    A share that ends before its cases do, because the target took the process or its CUDA context with it, does not end
+    the others: `on_lost` gets which one it was and how it ended.
 
     The first Ctrl-C or SIGTERM asks the processes to end their search, the second one kills them. One that is asked by
     somebody else ends the search of all.
@@ -88,7 +92,11 @@ def search_all(
         if process.exitcode in ENDED:
             stop()
         else:
-            on_lost(f"{process.name} {how_ended(process.exitcode)} in the middle of its cases")
+            lose(f"{process.name} {how_ended(process.exitcode)} in the middle of its cases; {ALONE}")
+
+    def lose(text: str) -> None:
+        whole.lost.append(text)
+        on_lost(text)
 
     def stop() -> None:
         for process in workers.values():
@@ -121,6 +129,8 @@ def search_all(
                         continue
                     if message is None:
                         complete.add(pipe)
+                    elif isinstance(message, str):
+                        lose(message)
                     elif isinstance(message, CaseReport):
                         whole.add(message)
                         on_report(message)
@@ -134,7 +144,7 @@ def search_all(
     return whole
 
 
-def _received(pipe: Connection) -> CaseReport | Finding | None:
+def _received(pipe: Connection) -> CaseReport | Finding | str | None:
     """The next message of a process that has sent one, or has ended.
 
     Raises
@@ -144,5 +154,5 @@ def _received(pipe: Connection) -> CaseReport | Finding | None:
     """
     if not pipe.poll():
         raise EOFError
-    message: CaseReport | Finding | None = pipe.recv()
+    message: CaseReport | Finding | str | None = pipe.recv()
     return message

@@ -1,7 +1,7 @@
 """JSON Lines, the record of a run: appended and flushed as results come, so that interrupted work keeps what it had.
 
 Each line is one object with `schema` and `kind`: "run" (first: target, settings, environment), "case" (one per
-case), "finding" (one per shrunk failure), "end" (last: counts, and the shares that crashed; missing when the run was
+case), "finding" (one per shrunk failure), "end" (last: counts, and the shares that were lost; missing when the run was
 killed).
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from verikda.call import Call, Crashed, Malformed, Refused
+from verikda.call import Call, ContextLost, Crashed, Malformed, Refused
 from verikda.case import Case
 from verikda.checks import CALL, CHECKS, FREE, Check, Context, Failure, Outcome
 from verikda.floor import LIMIT
@@ -40,6 +40,11 @@ class CaseReport:
         return tuple(f for outcome in self.outcomes for f in outcome.failures)
 
     @property
+    def lost(self) -> bool:
+        """Whether a call ended the CUDA context: no later case can be run in this process."""
+        return any(outcome.lost for outcome in self.outcomes)
+
+    @property
     def verdict(self) -> str:
         """Fail if any check failed; refused or inconclusive if the values could not be judged; else pass."""
         return verdict_of(self.outcomes)
@@ -67,8 +72,10 @@ def run_check(check: Check, ctx: Context) -> Outcome | str:
     except Refused as refusal:
         return Outcome(check.name, "refused", detail=str(refusal))
     except (Crashed, Malformed) as error:
-        kind = "the call crashed" if isinstance(error, Crashed) else "the answer is malformed"
-        return Outcome(check.name, "fail", (Failure(check.name, CALL, f"{kind}: {error}"),))
+        lost = isinstance(error, ContextLost)
+        crash = "the call ended the CUDA context" if lost else "the call crashed"
+        text = f"{crash if isinstance(error, Crashed) else 'the answer is malformed'}: {error}"
+        return Outcome(check.name, "fail", (Failure(check.name, CALL, text),), lost=lost)
 
 
 def run_call(
@@ -104,6 +111,8 @@ def run_call(
         outcomes.append(said)
         if check.name not in FREE:
             left -= 1
+        if said.lost:
+            break
         if (said.verdict == "refused" or any(f.output == CALL for f in said.failures)) and ctx.runs <= 1:
             break  # the call itself is refused or fails: every check would say the same
     return tuple(outcomes), skipped, ctx

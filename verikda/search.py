@@ -98,6 +98,7 @@ class Summary:
     refusals : texts with which the target declined, with counts.
     ran : what the target said it ran, with counts.
     contracts : what cases were judged under, with counts, for each text of `ran`.
+    lost : shares that ended before their cases did, in words: how.
     """
 
     target: str
@@ -114,13 +115,14 @@ class Summary:
     calls: int = 0
     seconds: float = 0.0
     interrupted: bool = False
+    lost: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
-        """fail, pass, or inconclusive when no case could tell right from wrong."""
+        """fail, pass, or inconclusive when no case could tell right from wrong, or those of a lost share might have."""
         if self.findings or self.failed_cases:
             return "fail"
-        return "pass" if self.verdicts["pass"] else "inconclusive"
+        return "pass" if self.verdicts["pass"] and not self.lost else "inconclusive"
 
     def failing_outputs(self) -> set[str]:
         """Outputs named by a finding of a check of value."""
@@ -218,11 +220,14 @@ class Search:
                 yield from islice(coherent, 1)
         yield from coherent
 
+    @property
+    def _share(self) -> int:
+        part, parts = self.settings.part
+        return len(range(part, self.settings.cases, parts))
+
     def _left(self) -> int:
         over = self.settings.seconds is not None and time.perf_counter() - self._started > self.settings.seconds
-        part, parts = self.settings.part
-        share = len(range(part, self.settings.cases, parts))
-        return 0 if over else max(0, share - self._count)
+        return 0 if over or self.summary.lost else max(0, self._share - self._count)
 
     def _generate(self, count: int) -> None:
         import math
@@ -263,6 +268,17 @@ class Search:
             self._count += 1
             self.summary.add(report)
             self._on_report(report)
+        self._find(report)
+        return report
+
+    def _find(self, report: CaseReport) -> None:
+        """Keep the new kinds of failure in a report, shrunk unless nothing can be run any more."""
+        if report.lost:
+            part, parts = self.settings.part
+            name = f"share {part + 1} of {parts}"
+            self.summary.lost.append(
+                f"{name} ended after {self._count} of its {self._share} cases, because a call ended the CUDA context"
+            )
         for o in report.outcomes:
             kinds = {f.kind for f in o.failures}
             if o.verdict == "fail" and not kinds <= self._seen:
@@ -270,14 +286,14 @@ class Search:
                 name, first = self.target.name, report.case
                 finding = Finding(name, o.check, first, False, o.failures, first, report.ran)
                 try:
-                    finding = self._shrunk(finding)
+                    if not self.summary.lost:
+                        finding = self._shrunk(finding)
                 finally:  # an interrupt while shrinking keeps the failure as it was first seen
                     self._seen |= {f.kind for f in finding.failures}
                     # another failure may have shrunk to the same case
                     if all((f.check, f.case) != (finding.check, finding.case) for f in self.summary.findings):
                         self.summary.findings.append(finding)
                         self._on_finding(finding)
-        return report
 
     def _shrunk(self, finding: Finding) -> Finding:
         one, settings = (BY_NAME[finding.check],), self.settings
@@ -285,9 +301,12 @@ class Search:
 
         def still_fails(case: Case) -> bool:
             nonlocal smallest
-            if permits(self.target.capabilities, case) is not None:
+            if self.summary.lost or permits(self.target.capabilities, case) is not None:
                 return False
             again = run_case(self.target, case, one, limit=settings.limit)
+            if again.lost:
+                self._find(again)
+                return False
             # a crash that became a wrong value, or the other way round, would be kept in place of what was found
             if again.verdict != "fail" or _ended(again.failures) != _ended(finding.failures):
                 return False
@@ -297,7 +316,7 @@ class Search:
         _, minimal = shrink(
             finding.case, still_fails, seconds=settings.shrink_seconds, attempts=settings.shrink_attempts
         )
-        return replace(smallest, minimal=minimal)
+        return replace(smallest, minimal=minimal and not self.summary.lost)
 
 
 def _ended(failures: tuple[Failure, ...]) -> set[tuple[str, str]]:

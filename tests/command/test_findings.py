@@ -50,7 +50,7 @@ def test_the_message_says_what_where_how_much_and_how_to_run_it_again() -> None:
         assert part in text
     many = message("t", (FAILURE,) * 9, CASE, "r", minimal=False)
     assert "and 3 more" in many
-    assert "shrinking ran out" in many
+    assert "not shrunk to the end" in many
 
 
 def test_bits_of_a_number_outside_its_dtype_are_marked() -> None:

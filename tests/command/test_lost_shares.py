@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 TARGET = """
 import os, signal, time
 from pathlib import Path
+from verikda.call import ContextLost
 from verikda.zoo.faults import Fault
 from verikda.zoo.target import ZooTarget
 
@@ -47,11 +48,13 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-def run(end: str, *words: str, fault: str = "NONE", everyone: bool = False) -> subprocess.CompletedProcess[str]:
+def run(
+    end: str, *words: str, fault: str = "NONE", everyone: bool = False, jobs: str = "2"
+) -> subprocess.CompletedProcess[str]:
     """A command on a target whose third call is `end`: in the first process that makes it, or in every one."""
     Path("dying.py").write_text(TARGET.format(end=end, fault=fault, all=everyone))
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *words, "--jobs", "2", "--json", "run.jsonl"]
+    command = [sys.executable, "-m", *words, "--jobs", jobs, "--json", "run.jsonl"]
     with Path("out").open("w") as out, Path("err").open("w") as err:  # a pipe would wait for what the target forked
         done = subprocess.run(command, stdout=out, stderr=err, env=env, timeout=60, check=False)
     assert "Traceback" not in Path("err").read_text()
@@ -83,6 +86,24 @@ def test_the_other_share_goes_on_and_the_search_is_no_pass(end: str, says: str) 
     assert [line.startswith(text) for text in last["lost"]] == [True]
     assert last["verdicts"] == {"pass": 8 + 2}, "the share of the other, and what this one had run"
     assert "inconclusive  zoo:NONE: 10 cases" in done.stdout
+    assert "(1 shares lost)" in done.stdout
+
+
+@pytest.mark.parametrize("jobs", ["2", "1"])
+def test_a_share_whose_cuda_context_ended_is_lost_and_its_case_is_a_finding(jobs: str) -> None:
+    done = run("raise ContextLost('CUDA error: misaligned address')", *CHECK, jobs=jobs)
+    assert (done.returncode, done.stderr) == (1, "")
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("share "))
+    all_cases = 16 // int(jobs)
+    assert line.endswith(f" ended after 3 of its {all_cases} cases, because a call ended the CUDA context")
+    last = record()[-1]
+    assert (last["verdict"], last["lost"]) == ("fail", [line])
+    assert last["verdicts"] == {"pass": 2 + (8 if jobs == "2" else 0), "fail": 1}
+    (found,) = Path("verikda-findings").glob("*.json")
+    data = json.loads(found.read_text())
+    assert (data["minimal"], data["case"]) == (False, data["found_in"])
+    assert "the call ended the CUDA context: CUDA error: misaligned address" in done.stdout
+    assert "case (not shrunk to the end): kda" in done.stdout
     assert "(1 shares lost)" in done.stdout
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
+from verikda.call import Call, Capabilities, ContextLost, Crashed, Malformed, Refused, Result
 from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, named
 from verikda.finding import Finding
@@ -242,6 +242,66 @@ def test_no_check_runs_after_a_call_that_fails_at_once() -> None:
         raise Crashed("no")
 
     assert len(run_case(Odd(fail), Case(lengths=(20,), K=2, V=2)).outcomes) == len(calls) == 1
+
+
+class Device:
+    """Loses its context in the first call that `ends`; whatever is called after it is a fault of this test."""
+
+    def __init__(self, ends: Any) -> None:
+        self.ends, self.calls = ends, 0
+
+    def __call__(self, call: Call, run: Any) -> Result:
+        assert self.calls >= 0, "a call after the one that ended the context"
+        self.calls += 1
+        if self.ends(call, self.calls):
+            self.calls = -1
+            raise ContextLost("AcceleratorError: CUDA error: an illegal memory access was encountered")
+        return run(call)
+
+
+def test_a_call_that_ends_the_context_ends_the_search_with_its_case_as_it_was() -> None:
+    """Shrinking could only go to a case that fails like every call after it."""
+    seen: list[Any] = []
+    device = Device(lambda call, n: n > 20 and call.problem.q.shape[-1] > 2)
+    settings = Settings(cases=60, stratified=40, seed=3)
+    summary = Search(Odd(device), settings, on_report=seen.append).run()
+    (finding,) = summary.findings
+    assert finding.case == finding.found_in == seen[-1].case
+    assert not finding.minimal
+    assert finding.failures[0].message.startswith("the call ended the CUDA context: AcceleratorError: ")
+    count = len(seen)
+    assert sum(summary.verdicts.values()) == count < 60
+    assert summary.lost == [f"share 1 of 1 ended after {count} of its 60 cases, because a call ended the CUDA context"]
+    assert (summary.verdict, summary.interrupted) == ("fail", False)
+
+
+def test_hypothesis_calls_nothing_after_the_context_has_ended() -> None:
+    device = Device(lambda call, n: n > 12)
+    summary = Search(Odd(device), Settings(cases=40, stratified=4, checks=named(("floor",)))).run()
+    assert len(summary.findings) == len(summary.lost) == 1
+    assert sum(summary.verdicts.values()) == 13
+
+
+def test_a_context_that_ends_while_another_failure_is_shrunk_is_a_finding_too() -> None:
+    def wrong(call: Call, run: Any) -> Result:
+        result = device(call, run)
+        return replace(result, outputs={n: 1.5 * x if n == "o" else x for n, x in result.outputs.items()})
+
+    device = Device(lambda call, n: call.problem.q.shape[1] == 1)
+    first = Case(lengths=(33,), K=4, V=4)
+    summary = Search(Odd(wrong), Settings(cases=20, checks=named(("floor",))), first=(first,)).run()
+    context, value = summary.findings
+    assert (context.failures[0].output, context.case.T, context.minimal) == ("call", 1, False)
+    assert (value.failures[0].output, value.found_in, value.minimal) == ("o", first, False)
+    assert 1 < value.case.T <= 33
+    assert len(summary.lost) == 1
+
+
+def test_a_search_that_has_lost_cases_is_no_pass() -> None:
+    summary = search(ZooTarget(), 3)
+    assert summary.verdict == "pass"
+    summary.lost.append("share 1 of 2 ended")
+    assert summary.verdict == "inconclusive"
 
 
 def test_an_output_that_is_promised_but_missing_is_a_failure() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oracles.recurrence import forward_reverse
-from verikda.call import Crashed, Malformed, Refused
+from verikda.call import ContextLost, Crashed, Malformed, Refused
 from verikda.case import LAYOUTS
 
 torch = pytest.importorskip("torch", reason="the torch adapter needs PyTorch: pip install 'verikda[torch]'")
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="the torch adapter needs PyTorch: pi
 import toy_kda  # noqa: E402
 
 from verikda.targets.base import TargetError  # noqa: E402
-from verikda.targets.torch_function import TorchFunction  # noqa: E402
+from verikda.targets.torch_function import TorchFunction, guarded  # noqa: E402
 
 
 def target(function=toy_kda.chunk_kda, **options):
@@ -339,6 +339,45 @@ def test_other_errors_are_crashes(error):
         t.run(call)
     assert str(caught.value) == f"{type(error).__name__}: {error}"
     assert caught.value.__cause__ is error
+
+
+def no_answer(device):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: launch failure"), ValueError("K > 4")])
+def test_a_device_that_does_not_answer_after_an_error_is_a_lost_context(monkeypatch, error):
+    """Whatever the error says: a refusal after which nothing can be called is none."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises((Crashed, Refused)) as answered:
+        guarded(fail, "cuda")
+    assert not isinstance(answered.value, ContextLost)
+    monkeypatch.setattr(torch.cuda, "synchronize", no_answer)
+    with pytest.raises(ContextLost) as lost:
+        guarded(fail, "cuda", "backward: ")
+    assert str(lost.value) == f"backward: {type(error).__name__}: {error}"
+    with pytest.raises((Crashed, Refused)) as on_cpu:
+        guarded(fail, "cpu")
+    assert not isinstance(on_cpu.value, ContextLost)
+
+
+def test_an_error_of_a_kernel_that_ran_later_is_a_lost_context(monkeypatch):
+    """The call returns; its kernel's error comes with the wait for it."""
+    monkeypatch.setattr(torch.cuda, "synchronize", no_answer)
+    with pytest.raises(ContextLost, match=r"^RuntimeError: CUDA error: an illegal memory access"):
+        guarded(lambda: 1, "cuda")
+
+
+def test_no_call_is_made_on_a_device_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", no_answer)
+    t = TorchFunction(toy_kda.chunk_kda, "toy", device="cuda")
+    with pytest.raises(TargetError, match=r"an earlier call has ended the CUDA context .* target toy cannot be called"):
+        t.run(calls.make())
 
 
 def test_an_interrupt_is_no_outcome():

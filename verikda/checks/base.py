@@ -61,7 +61,8 @@ class Failure:
 class Outcome:
     """What one check says of one case.
 
-    `ratios` holds the worst ratio per judged output; `detail` says why a verdict is not pass or fail.
+    `ratios` holds the worst ratio per judged output; `detail` says why a verdict is not pass or fail; `lost`, that a
+    call ended the CUDA context, so that nothing can be run after it.
     """
 
     check: str
@@ -69,6 +70,7 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     ratios: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
+    lost: bool = False
 
 
 class Context:

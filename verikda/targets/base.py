@@ -29,7 +29,7 @@ class Target(Protocol):
         Refused
             When the target declines the call with an exception.
         Crashed
-            When the call ends in any other error.
+            When the call ends in any other error; ContextLost where no later call can be made in this process.
         Malformed
             When what comes back is not a result.
         """

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verikda.call import Call, Capabilities, Malformed, Result
+from verikda.call import Call, Capabilities, ContextLost, Malformed, Result
 from verikda.targets import signature as sig
 from verikda.targets.answer import check_array, sort_error
-from verikda.targets.base import TargetError
+from verikda.targets.base import TargetError, told
 from verikda.targets.contracts import Declared
 from verikda.targets.function import FunctionTarget
 from verikda.targets.loading import describe
@@ -64,8 +64,15 @@ class TorchFunction(FunctionTarget):
             See `Target.run`.
         ValueError
             When the call needs what the signature lacks, or its values are not representable in their dtypes.
+        TargetError
+            When an earlier call has ended the CUDA context.
         """
         torch = import_torch(self._name)
+        if not answers(self.device):
+            raise TargetError(
+                f"an earlier call has ended the CUDA context of this process, so target {self._name} cannot be called "
+                "any more; start it again without the call that did"
+            )
         if call.backward and call.problem.do is None and call.problem.dht is None:
             raise ValueError("a call with backward needs do or dht")
         device = self.device
@@ -99,7 +106,13 @@ class TorchFunction(FunctionTarget):
 
 
 def guarded(call: Callable[[], Any], device: str, where: str = "") -> Any:
-    """The value of `call()`, with its exceptions sorted into refusals, malformed results and crashes."""
+    """The value of `call()`, with its exceptions sorted into refusals, malformed results and crashes.
+
+    Raises
+    ------
+    ContextLost
+        When the device does not answer any more after the call, whatever the call raised.
+    """
     try:
         value = call()
         if device.startswith("cuda"):
@@ -107,7 +120,19 @@ def guarded(call: Callable[[], Any], device: str, where: str = "") -> Any:
             import_torch("").cuda.synchronize(device)
         return value
     except (Exception, SystemExit) as error:  # sys.exit in a target must not end a search as if it had passed
+        if not answers(device):
+            raise ContextLost(f"{where}{told(error)}") from error
         raise sort_error(error, where) from error
+
+
+def answers(device: str) -> bool:
+    """Whether calls can be made on a device: after an illegal address and the like its CUDA context fails them all."""
+    if device.startswith("cuda"):
+        try:
+            import_torch("").cuda.synchronize(device)
+        except RuntimeError:
+            return False
+    return True
 
 
 def outputs(answer: Any, call: Call, has_state: bool) -> tuple[Any, Any]:
