@@ -285,6 +285,81 @@ def test_a_crash_while_timing_costs_that_target_only(
     assert second["reason"] == ""
 
 
+class LosingCuda(FakeCuda):
+    """Its context ends in `lose`; after it nothing works."""
+
+    def __init__(self) -> None:
+        super().__init__(tick=0.5)
+        self.lost = False
+
+    def lose(self) -> None:
+        self.lost = True
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    empty_cache = synchronize
+
+
+@pytest.mark.parametrize("when", ["in turns", "alone", "checked"])
+def test_a_lost_context_ends_the_bench_with_a_sentence_and_all_rows(
+    when: str, fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While all take turns nobody can tell whose kernel it was."""
+    fake.cuda = cuda = LosingCuda()
+    at = {"checked": 1, "alone": 3, "in turns": 30}[when]
+
+    class Losing(TorchRunner):
+        calls = 0
+
+        def backward(self, x: Any) -> Any:
+            call = super().backward(x)
+
+            def counted() -> Any:
+                Losing.calls += 1
+                if Losing.calls >= at:
+                    cuda.lose()
+                return call()
+
+            return counted
+
+        def both(self, x: Any) -> Any:
+            return cuda.lose() if when == "checked" else super().both(x)
+
+    def make(torch: Any, w: Workload) -> TorchRunner:
+        kind = Losing if w.gates == "slow" else TorchRunner
+        return kind(torch, recurrence, {})
+
+    judged = {"fast": "test_bench:recurrence", "slow": "test_bench:recurrence"}
+    given = (Peer("a", judged, lambda torch, w: TorchRunner(torch, recurrence, {})), Peer("bad", judged, make))
+    path, table = tmp_path / "b.jsonl", tmp_path / "b.md"
+    kinds = ["--kinds", "fast", "--kinds", "slow", "--modes", "forward", "--modes", "backward"]
+    files = ["--json", str(path), "--summary", str(table)]
+    result = bench(["--shapes", "1,24,2", "--shapes", "1,25,2", *kinds, *files], monkeypatch, *given)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 1
+    title = "KDA, slow gates 1,24,2"
+    says = {
+        "checked": f"bad was called on {title}; run the others without bad",
+        "alone": f"backward of {title} was timed on bad alone; run the others without bad",
+        "in turns": f"backward of {title} was timed on a, bad in turns; run the targets apart to see whose it is",
+    }[when]
+    *_, last = result.output.strip().splitlines()
+    assert last.startswith("ended in workload ")
+    assert last.endswith(f" of 4: the CUDA context was lost while {says}")
+    rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    assert rows[-1]["reason"].startswith("crashed")
+    before, (a, bad) = rows[:-2], rows[-2:]
+    assert [r["reason"] for r in before] == [""] * len(before) != []
+    assert (a["workload"]["gates"], a["target"], bad["target"]) == ("slow", "a", "bad")
+    assert says in a["reason"] or (when == "in turns" and a["reason"].startswith("crashed"))
+    assert list(a["times"]) == ([] if when == "checked" else ["forward"])
+    assert "(wrong)" not in table.read_text()
+    assert f"- bad, {title}: crashed" in table.read_text()
+
+
 def test_an_interrupt_tells_the_workloads_that_are_done(
     fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

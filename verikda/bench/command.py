@@ -7,10 +7,10 @@ from pathlib import Path
 
 from kernels_cuda.sources import source_hash
 from verikda import show
-from verikda.bench.gpu import REPEATS, Device, cuda_torch
+from verikda.bench.gpu import REPEATS, Device, DeviceLostError, cuda_torch
 from verikda.bench.output import markdown, write_pytest_benchmark
 from verikda.bench.peers import chosen
-from verikda.bench.rows import Row, exit_status
+from verikda.bench.rows import FOUND, Row, exit_status
 from verikda.bench.run import bench
 from verikda.bench.workloads import MODES, workloads
 from verikda.choose import choose
@@ -45,6 +45,7 @@ def bench_command(
     opening: dict[str, object] = {"kind": "bench", "kernels": source_hash(), "repeats": REPEATS}
     final: list[Row] = []
     used: list[Device] = []
+    lost = ""
 
     def done(some: Sequence[Row], device: Device) -> None:
         with held():  # whole files
@@ -71,6 +72,12 @@ def bench_command(
         if not final:
             raise
         out.print(f"interrupted after {len({row.workload for row in final})} of {len(todo)} workloads")
+    except DeviceLostError as error:
+        lost = str(error)
     record.close()
     show.say(out, markdown(final, used[0]))
+    if lost:
+        reached = len({row.workload for row in final})
+        show.say(out, f"ended in workload {reached} of {len(todo)}: {lost}")
+        return FOUND
     return exit_status(final)

@@ -20,6 +20,29 @@ class NoGpuError(ValueError):
     """Nothing can be timed here; one sentence says why."""
 
 
+class DeviceLostError(Exception):
+    """A call ended the CUDA context, so nothing can be run in this process any more; one sentence says in what."""
+
+
+def check_answers(torch: Any, what: str, advice: str) -> None:
+    """Called after an error, which may be one that makes every later call fail.
+
+    Parameters
+    ----------
+    what : was going on, as part of the sentence.
+    advice : its end.
+
+    Raises
+    ------
+    DeviceLostError
+        When the device does not answer.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise DeviceLostError(f"the CUDA context was lost while {what}; {advice}") from error
+
+
 def cuda_torch() -> Any:
     """The torch module on a machine with a CUDA device.
 

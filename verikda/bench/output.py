@@ -37,7 +37,7 @@ def markdown(rows: Sequence[Row], device: Device) -> str:
     for r in rows:
         head = f"| {r.workload.title} | {r.workload.shape} |"
         for mode, t in r.times.items():
-            mark = " (wrong)" if r.reason else ""
+            mark = " (wrong)" if r.reason and not r.reason.startswith(("crashed", "not timed to the end")) else ""
             peak = "" if t.peak is None else f"{t.peak / 1e6:.0f}"
             ratio = "" if r.floor_ratio is None else f"{r.floor_ratio:.2f}"
             lines.append(

@@ -13,7 +13,18 @@ from typing import Any
 
 from verikda.bench import workloads as shapes
 from verikda.bench.check import Verdict, answers, ask_truth, small_verdict, together
-from verikda.bench.gpu import REPEATS, Device, Run, captured, host_times, measure_device, peak_bytes, sample
+from verikda.bench.gpu import (
+    REPEATS,
+    Device,
+    DeviceLostError,
+    Run,
+    captured,
+    check_answers,
+    host_times,
+    measure_device,
+    peak_bytes,
+    sample,
+)
 from verikda.bench.peers import Peer, Runner
 from verikda.bench.rows import Row, Timing, compare
 from verikda.bench.workloads import Gates, Mode, Workload
@@ -21,6 +32,7 @@ from verikda.interrupts import processes
 from verikda.targets import TargetError, resolve
 
 EAGER_REPEATS = 10
+ALONE = "run the others without {}"
 
 
 def pool_of(jobs: int) -> AbstractContextManager[Executor]:
@@ -39,12 +51,18 @@ def bench(
 ) -> None:
     """Check and time one workload after another.
 
-    `done` gets the rows of each workload as soon as they are final, so that a run that is cut short keeps what it had.
+    `done` gets the rows of each workload as soon as they are final, so that a run that is cut short keeps what it had;
+    where the device is lost, those of that workload too.
 
     Parameters
     ----------
     modes : what is timed, as far as a peer has it.
     also_wrong : time a target too whose errors are too large; its row keeps the reason.
+
+    Raises
+    ------
+    DeviceLostError
+        When a call ended the CUDA context.
     """
     device = measure_device(torch)
     say(f"{device.name}: copies {device.bandwidth / 1e12:.2f} TB/s, products {device.tensor_rate / 1e12:.0f} TFLOP/s")
@@ -54,28 +72,35 @@ def bench(
         for w in todo:
             mine = [Row(p.name, w, reason=p.refuses(w)) for p in peers]
             ready: list[tuple[Row, Peer, Runner, dict[str, Any]]] = []
-            for row, peer in zip(mine, peers, strict=True):
-                if row.reason:
-                    continue
-                try:
-                    key = _judged(peer, w)
-                    if key not in verdicts:
-                        verdicts[key] = small_verdict(pool, resolve(key[0]), *key[1:])
-                    runner = peer.make(torch, w)
-                    ready.append((row, peer, runner, answers(torch, w, peer, runner)))
-                except (TargetError, ImportError) as error:
-                    row.reason = f"not here: {error}".splitlines()[0]
-                except Exception as error:  # a peer may fail in any way, and its row says how
-                    row.reason = failure("crashed", error)
-            wanted = together(w, [t.result() for t in truths.pop(w)])
-            for row, peer, _, found in ready:
-                row.floor_verdict, row.floor_ratio = verdicts[_judged(peer, w)].result()
-                compare(row, found, wanted, "backward" in peer.modes(w))
-            for row in mine:
-                say(f"{row.target} {w.title} {w.shape}: {row.reason or 'right'}")
-            for mode in modes:
-                able = [(r, n) for r, p, n, _ in ready if mode in p.modes(w) and (not r.reason or also_wrong)]
-                time_mode(torch, w, mode, able, device)
+            try:
+                for row, peer in zip(mine, peers, strict=True):
+                    if row.reason:
+                        continue
+                    try:
+                        key = _judged(peer, w)
+                        if key not in verdicts:
+                            verdicts[key] = small_verdict(pool, resolve(key[0]), *key[1:])
+                        runner = peer.make(torch, w)
+                        ready.append((row, peer, runner, answers(torch, w, peer, runner)))
+                    except (TargetError, ImportError) as error:
+                        row.reason = f"not here: {error}".splitlines()[0]
+                    except Exception as error:  # a peer may fail in any way, and its row says how
+                        row.reason = failure("crashed", error)
+                        check_answers(torch, f"{peer.name} was called on {w.title} {w.shape}", ALONE.format(peer.name))
+                wanted = together(w, [t.result() for t in truths.pop(w)])
+                for row, peer, _, found in ready:
+                    row.floor_verdict, row.floor_ratio = verdicts[_judged(peer, w)].result()
+                    compare(row, found, wanted, "backward" in peer.modes(w))
+                for row in mine:
+                    say(f"{row.target} {w.title} {w.shape}: {row.reason or 'right'}")
+                for mode in modes:
+                    able = [(r, n) for r, p, n, _ in ready if mode in p.modes(w) and (not r.reason or also_wrong)]
+                    time_mode(torch, w, mode, able, device)
+            except DeviceLostError as lost:
+                for row in mine:
+                    row.reason = row.reason or f"not timed to the end: {lost}"
+                done(mine, device)
+                raise
             done(mine, device)
 
 
@@ -104,7 +129,14 @@ class Timed:
 
 
 def time_mode(torch: Any, w: Workload, mode: Mode, ready: Sequence[tuple[Row, Runner]], device: Device) -> None:
-    """Fill in the times of one mode. A target that fails here is not timed any more; the others are."""
+    """Fill in the times of one mode. A target that fails here is not timed any more; the others are.
+
+    Raises
+    ------
+    DeviceLostError
+        When a call ended the CUDA context.
+    """
+    what = f"{mode} of {w.title} {w.shape} was timed"
     n = shapes.input_sets(w, max(1, len(ready)))
     sets = [shapes.draw(torch, w, 1 + i) for i in range(n)] if ready else []
     alive = []
@@ -113,11 +145,14 @@ def time_mode(torch: Any, w: Workload, mode: Mode, ready: Sequence[tuple[Row, Ru
             alive.append(_prepared(torch, mode, row, runner, sets))
         except Exception as error:
             row.reason = failure(f"crashed while {mode} was timed", error)
+            check_answers(torch, f"{what} on {row.target} alone", ALONE.format(row.target))
     try:
         _sample(torch, mode, alive, device.floor(shapes.least_bytes(w, mode), shapes.least_flops(w, mode)))
     except Exception as error:  # whose it is cannot be told
         for t in alive:
             t.row.reason = failure(f"crashed while {mode} was timed in turns", error)
+        turns = ", ".join(t.row.target for t in alive)
+        check_answers(torch, f"{what} on {turns} in turns", "run the targets apart to see whose it is")
     del alive, sets
     torch.cuda.empty_cache()
 
