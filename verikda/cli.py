@@ -206,7 +206,9 @@ def capture(folder: Path, script: Path, arguments: tuple[str, ...], functions: t
     help="Only faults planted there; repeatable. Left out: all but cuda, whose kernels are compiled one by one.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Seeds of the kill matrix.")
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes of the kill matrix.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that share the faults."
+)
 @click.option(
     "--json",
     "json_path",

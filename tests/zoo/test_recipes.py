@@ -6,6 +6,7 @@ target that is said to pass what was never run on it, a finding that cannot be r
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,61 @@ def test_the_command_says_which_faults_a_target_has(tmp_path: Path) -> None:
     assert "planted in the CUDA sources" in elsewhere.output
 
 
+ENDING = """
+import os
+from pathlib import Path
+from verikda.call import ContextLost
+from verikda.zoo.target import ZooTarget
+
+class Ending(ZooTarget):
+    lost = False
+    def run(self, call):
+        assert not self.lost, "a call after the one that ended the context"
+        if call.state_v_first:
+            self.lost = True
+            {end}
+        return super().run(call)
+"""
+FOUR = [x for name in ("DQ_OFF", "STATE_V_FIRST_NOT_READ", "DV_OFF", "DK_OFF") for x in ("--fault", name)]
+
+
+def test_jobs_give_the_same_in_the_same_order(tmp_path: Path) -> None:
+    words = ("zoo:dv_off", *FOUR, "--fault", "INPUT_OVERWRITTEN", "--findings", str(tmp_path))
+    one, two = zoo(*words), zoo(*words, "--jobs", "2")
+    assert (one.exit_code, two.exit_code) == (1, 1), two.output
+    assert two.output == one.output
+    assert "5 known faults: 4 fail, 1 pass" in one.output
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ending", raising=False)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_recipe_that_ends_the_context_ends_the_run(jobs: str, in_a_folder: None) -> None:
+    Path("ending.py").write_text(ENDING.format(end="raise ContextLost('CUDA error: misaligned address')"))
+    result = zoo("ending:Ending", *FOUR, "--jobs", jobs)
+    assert result.exit_code == 1, result.output
+    assert "ended after 2 of 4: STATE_V_FIRST_NOT_READ: a call ended the CUDA context" in result.output
+    assert "2 known faults: 1 pass, 1 fail" in result.output
+    assert len(list(Path("verikda-findings").iterdir())) == 1
+
+
+def test_a_process_that_ends_leaves_what_was_told_and_is_no_pass(in_a_folder: None) -> None:
+    Path("ending.py").write_text(ENDING.format(end="os._exit(7)"))
+    result = zoo("ending:Ending", "--fault", "DQ_OFF", "--fault", "STATE_V_FIRST_NOT_READ", "--jobs", "2")
+    assert result.exit_code == 2, result.output
+    assert " of 2: one of 2 processes ended with exit status 7 before its work; " in result.output
+    assert " zoo:NONE: " in result.output.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--compare", "--jobs", "2"], "--compare runs in one process; leave out --jobs"),
         (["--fault", "DQ_OF"], "the zoo has no fault 'DQ_OF'; did you mean DQ_OFF"),
         (["zoo", "--kill-matrix"], "no target is run with --kill-matrix"),
         (["--kill-matrix", "--compare"], "are two runs"),

@@ -132,8 +132,10 @@ def zoo_command(
         )
     if (kill or compare) and target is not None:
         raise ValueError(f"no target is run with --kill-matrix or --compare; leave out {target}")
-    if not kill and (seeds, jobs, where) != (1, 1, ()):
-        raise ValueError("--seeds, --jobs and --where belong to --kill-matrix")
+    if not kill and (seeds, where) != (1, ()):
+        raise ValueError("--seeds and --where belong to --kill-matrix")
+    if compare and jobs != 1:
+        raise ValueError("--compare runs in one process; leave out --jobs")
     if kill or compare:
         check_outputs(json=json_path, report=markdown)
     if kill:
@@ -144,4 +146,4 @@ def zoo_command(
         raise ValueError("--json and --report belong to --kill-matrix and --compare; findings on a target are files")
     from verikda.zoo.known import known_faults
 
-    return known_faults(target or "verikda", chosen(names), findings)
+    return known_faults(target or "verikda", chosen(names), findings, jobs)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +16,7 @@ from verikda import show
 from verikda.case import Case
 from verikda.checks import Failure, named
 from verikda.finding import Finding
+from verikda.interrupts import processes
 from verikda.record import check_folders
 from verikda.run_case import run_case
 from verikda.targets import resolve
@@ -35,6 +39,7 @@ class Known:
     failures : on the first of its cases that fails, `case`.
     alike : whether exactly the outputs fail that fail for the planted fault.
     reason : why it was not run, or could not be told.
+    lost : whether a call ended the CUDA context, so that nothing more can be run in its process.
     """
 
     subject: Specimen
@@ -44,6 +49,7 @@ class Known:
     alike: bool = False
     reason: str = ""
     ran: str = ""
+    lost: bool = False
 
 
 def tried(target: Target, subject: Specimen) -> Known:
@@ -62,7 +68,7 @@ def tried(target: Target, subject: Specimen) -> Known:
         if report.verdict == "fail":
             planted = run_case(subject.make(), case, checks)
             alike = outputs(planted.failures) == outputs(report.failures)
-            return Known(subject, "fail", case, report.failures, alike, ran=report.ran)
+            return Known(subject, "fail", case, report.failures, alike, ran=report.ran, lost=report.lost)
         verdicts[report.verdict] += 1
         doubts = (*(o.detail for o in report.outcomes if o.verdict == report.verdict), *report.skipped.values())
         reason = next((text for text in doubts if text), reason)
@@ -79,29 +85,64 @@ def outputs(failures: tuple[Failure, ...]) -> set[tuple[str, str]]:
     return {(f.check, f.output) for f in failures}
 
 
-def known_faults(name: str, names: list[str], findings: Path) -> int:
+def tried_all(name: str, faults: list[str], jobs: int) -> Generator[Known, None, None]:
+    """Run the recipes on the target of this name, `jobs` at a time; the results in the order of `faults`.
+
+    Closing it ends what still runs.
+
+    Raises
+    ------
+    ChildProcessError
+        When the target takes one of the processes with it.
+    """
+    if jobs == 1:
+        target = resolve(name)
+        for fault in faults:
+            yield tried(target, SPECIMENS[fault])
+        return
+    with processes(jobs) as pool:
+        for done in [pool.submit(_tried_by_name, name, fault) for fault in faults]:
+            yield done.result()
+
+
+def _tried_by_name(name: str, fault: str) -> Known:
+    return tried(_target(name), SPECIMENS[fault])
+
+
+_target = cache(resolve)
+
+
+def known_faults(name: str, names: list[str], findings: Path, jobs: int = 1) -> int:
     """Run the recipes on a target, print what it has, write a finding for each failing case; the exit status.
 
-    An interrupt keeps what was found.
+    An interrupt, a call that ends the CUDA context and a process that ends keep what was found.
     """
     out = show.console()
     target = resolve(name)
     check_folders(findings=findings)
     results: list[Known] = []
     files: dict[Path, list[str]] = {}
+    ended = ""
     try:
-        with show.progress(out, len(names), target.name) as step:
-            for fault in names:
-                known = tried(target, SPECIMENS[fault])
+        with show.progress(out, len(names), target.name) as step, closing(tried_all(name, names, jobs)) as all_tried:
+            for fault, known in zip(names, all_tried, strict=True):
                 results.append(known)
                 step(f"{fault} {known.verdict}")
                 if known.case is not None:
                     check = known.failures[0].check
                     finding = Finding(name, check, known.case, False, known.failures, known.case, known.ran)
                     files.setdefault(finding.write(findings), []).append(fault)
+                if known.lost:
+                    ended = f"{fault}: a call ended the CUDA context"
+                    break
     except KeyboardInterrupt:
         out.print(f"interrupted after {len(results)} of {len(names)}")
-    return _printed(out, target.name, results, files)
+    except ChildProcessError as error:
+        ended = str(error)
+    if ended:
+        show.say(out, f"ended after {len(results)} of {len(names)}: {ended}")
+    status = _printed(out, target.name, results, files)
+    return NOTHING if ended and status == PASS else status
 
 
 def _printed(out: Console, name: str, results: list[Known], files: dict[Path, list[str]]) -> int:
