@@ -206,6 +206,12 @@ TABLE: list[tuple[str, Try, type[Exception] | int, str]] = [
         "file is a file; name a folder",
     ),
     ("corpus is a file", command("check", "zoo", "--worst", "{d}/file"), UNUSABLE, "file is a file; the corpus of"),
+    (
+        "no corpus",
+        command("check", "zoo", "--worst", "{d}/none"),
+        UNUSABLE,
+        "--worst {d}/none is no folder; name one",
+    ),
     ("file missing", command("replay", "{d}/none.json"), UNUSABLE, "none.json: No such file or directory"),
     ("file is a folder", command("replay", "{d}/sub"), UNUSABLE, "sub: Is a directory"),
     # outputs are refused before anything is measured

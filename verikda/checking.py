@@ -54,6 +54,8 @@ def check_command(
     corpus = Corpus(worst)
     check_outputs(json=json_path, summary=summary_path)
     check_folders(findings=findings, worst=worst)
+    if worst is not None and not worst.is_dir():
+        raise ValueError(f"--worst {worst} is no folder; name one of worst cases, or make an empty one for new cases")
     settings = Settings.of(
         chosen,
         cases=cases,
@@ -61,7 +63,7 @@ def check_command(
         seed=seed,
         checks=named(choose_listed("--checks", "check", BY_NAME, check_names)),
     )
-    record, short = Record(json_path), Record(summary_path)
+    record, short = Record(json_path), Record(summary_path, "--summary")
     opening: dict[str, object] = {
         "kind": "run",
         "target": target.name,

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
@@ -138,6 +139,10 @@ def _mend(path: Path) -> None:
 class Record:
     """An append-only JSON Lines file, or nothing when `path` is None.
 
+    Parameters
+    ----------
+    option : whose file it is, for what is said of it.
+
     Raises
     ------
     ValueError
@@ -146,8 +151,9 @@ class Record:
         When the file cannot be opened for appending.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, option: str = "--json") -> None:
         self._file: TextIO | None = None
+        self._said = f"{option} {path}"
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_file():
@@ -155,10 +161,23 @@ class Record:
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line and flush it."""
-        if self._file is not None:
+        """Append one line and flush it.
+
+        Raises
+        ------
+        OSError
+            When it cannot be written, with option and path for its file name; nothing more is written then.
+        """
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps(plain({"schema": SCHEMA, **line}), allow_nan=False) + "\n")
             self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # it would say the same of what is left to be written
+                self._file.close()
+            self._file = None
+            raise OSError(error.errno, error.strerror, self._said) from error
 
     def close(self) -> None:
         """Close the file."""

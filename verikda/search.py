@@ -91,7 +91,7 @@ class Summary:
     Attributes
     ----------
     worst : per output, the largest ratio that any check saw and its case.
-    judged : per output, in how many cases it was judged.
+    judged : per output, in how many cases a check by value judged it.
     checks : per check, counts of its verdicts.
     verdicts : counts of case verdicts.
     findings : one per new kind of failure.
@@ -142,8 +142,8 @@ class Summary:
             elif o.verdict == "inconclusive":
                 self.doubts[f"{o.check}: {o.detail}"] += 1
             for output, ratio in o.ratios.items():
-                self.judged[output] += o.check == "floor"
                 self._worse(output, ratio, report.case)
+        self.judged.update({output for o in report.outcomes for output in o.ratios})
         if not report.outcomes:  # of the checks that were asked for, none applies
             self.doubts.update(f"{check}: {reason}" for check, reason in report.skipped.items())
         self.failed_cases += report.verdict == "fail"

@@ -220,6 +220,20 @@ def test_ctrl_c_before_the_first_result_is_one_line(monkeypatch: pytest.MonkeyPa
     assert result.stderr == "verikda: interrupted before there was anything to tell\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("option", ["--json", "--summary"])
+def test_a_disk_that_is_full_is_told_with_the_option(option: str) -> None:
+    done = process("check", "zoo", *QUICK, option, "/dev/full")
+    assert done.returncode == 2
+    assert done.stderr == f"verikda: {option} /dev/full: No space left on device\n"
+
+
+def test_cases_that_a_check_other_than_floor_judged_are_counted() -> None:
+    result = verikda("check", "zoo", "--cases", 4, "--checks", "v_first,repeat")
+    (line,) = (x for x in result.stdout.splitlines() if x.split()[:1] == ["dv"])
+    assert line.split()[1] == "4"
+
+
 def test_two_processes_share_the_cases_of_one() -> None:
     options = ("--checks", "floor", "--cases", 6, "--json")
     assert verikda("check", "zoo", *options, "one.jsonl").exit_code == 0
