@@ -25,7 +25,7 @@ FROM_KWARGS = ("A_log", "dt_bias", "chunk_size")
 """Parameters that chunk_kda reads from its `**kwargs`."""
 
 NO_FLOAT32 = "float32 inputs run through TF32 products, which is no float32 contract"
-TAIL_ROWS = "rows behind the last offset are left as they were in memory, in o and in gradients"
+TAIL_ROWS = "gradients behind the last offset are left as they were in memory"
 
 SAFE_GATE_K = 9
 """Smallest K that chunk_kda takes with safe_gate: its diagonal blocks are products of Triton over all of K, in one tile
@@ -115,7 +115,7 @@ def chunked() -> Fla:
         hard_reset=False,
         tail_padding=False,
         notes={
-            "tail_padding": TAIL_ROWS,
+            "tail_padding": f"{TAIL_ROWS}, and those of a gate in the kernel are summed into dA_log and ddt_bias",
             "dtypes": NO_FLOAT32,
             "chunk_sizes": "chunk_kda accepts 32 and 64",
             "hard_reset": "differences of cumulative gates: g = -inf gives inf - inf",
@@ -169,6 +169,9 @@ def delta() -> Fla:
         read(function, name, swallowed).capabilities(),
         dtypes=("float16", "bfloat16"),
         tail_padding=False,
-        notes={"dtypes": "chunk_delta_rule refuses float32", "tail_padding": TAIL_ROWS},
+        notes={
+            "dtypes": "chunk_delta_rule refuses float32",
+            "tail_padding": f"{TAIL_ROWS}, and so is o",
+        },
     )
     return Fla(function, name, capabilities=capabilities, contract="storage16", swallowed=swallowed)
