@@ -4,8 +4,8 @@ With dS the gradient of the state after the chunk:
 
     dU = Aqk^T dO + Kg dS            dAqk = (dO Vnew^T) * M          dQg = dO S^T      dKg = Vnew dS^T      dW = -dU S^T
     dS_prev = diag(exp gC) dS + Qg^T dO - W^T dU
-    dA = dU (diag(beta) V)^T + dW (diag(beta) exp Gamma * K)^T
-    dV = diag(beta) A^T dU           P = A^T dW                      X = -(A^T dA A^T) * M1      dL = diag(beta) X
+    dA = (dU (diag(beta) V)^T + dW (diag(beta) exp Gamma * K)^T) * M1
+    dV = diag(beta) A^T dU           P = A^T dW         X = -((A^T dA * M1) A^T) * M1           dL = diag(beta) X
     dbeta = rowsum(A^T dU * V) + rowsum(P * exp Gamma * K) + rowsum(X * L)
     dQ = exp Gamma * dQg + dAqk (right K)
     dK = exp(gC - Gamma) * dKg + beta exp Gamma * P + left + right
@@ -63,9 +63,11 @@ def backward(problem: Problem, layout: Layout, b: Blocks, op: Operations) -> Gra
     dS, dU, dh0 = _states(problem, layout, b, dO, op)
     dQg, dKg = op.dot(dO, T(b.S)), op.dot(b.Vnew, T(dS))
     dW = op.site("dW", -op.dot(dU, T(b.S)))
-    dA = op.site("dA", (op.dot(dU, T(b.betaV)) + op.dot(dW, T(b.betaK))) * M)
+    # M1: nothing else of dA and A^T dA reaches X, and an overflow elsewhere would be no overflow of the contract
+    dA = op.site("dA", (op.dot(dU, T(b.betaV)) + op.dot(dW, T(b.betaK))) * M1)
+    AtdA = op.site("AtdA", op.dot(T(b.A), dA) * M1)
     AtdU, P = op.dot(T(b.A), dU), op.dot(T(b.A), dW)
-    X = -op.dot(op.site("AtdA", op.dot(T(b.A), dA)), T(b.A)) * M1
+    X = -op.dot(AtdA, T(b.A)) * M1
     dL = op.wide(b.beta * X)
 
     KE = times(b.K, b.eGamma)
@@ -82,7 +84,7 @@ def backward(problem: Problem, layout: Layout, b: Blocks, op: Operations) -> Gra
         dGamma = op.wide(dGamma)
         dGamma = dGamma + last * np.eye(C, 1, 1 - C, dtype=op.real)  # into the last row
         tokens["dg"] = op.suffix_cumsum(dGamma)
-    inner = {"dAqk": dAqk, "dU": dU, "dW": dW, "dA": dA, "dL": dL, "dQg": dQg, "dKg": dKg, "dS": dS}
+    inner = {"dAqk": dAqk, "dU": dU, "dW": dW, "dA": dA, "AtdA": AtdA, "dL": dL, "dQg": dQg, "dKg": dKg, "dS": dS}
     return Gradients(tokens, dh0, inner)
 
 

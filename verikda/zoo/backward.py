@@ -67,7 +67,7 @@ def chunk_gradients(c: Chunk, dO: Array, dS: Array, s: Settings) -> tuple[dict[s
     AtdU = _t(c.A) @ dU
     P = _t(c.A) @ dW
     A_left, A_right = (c.A, c.A) if fault is Fault.DA_NOT_TRANSPOSED else (_t(c.A), _t(c.A))
-    X = -(s.store(A_left @ dA) @ A_right) * M1
+    X = -(s.store((A_left @ dA) * M1) @ A_right) * M1
     dL = beta * X
     dbeta = _dbeta(c, AtdU, P * grown, X, s)
 
