@@ -18,7 +18,7 @@ from verikda import regimes
 from verikda.case import Case
 from verikda.dtypes import is_representable, round_to
 from verikda.inputs import make_call, raw_beta, raw_gate
-from verikda.strategies import stratified
+from verikda.starts import stratified
 
 WIDE = Case(lengths=(40,), heads=3, groups=2, K=16, V=24, h0="random", dht=True, seed=5)
 PACK = Case(lengths=(5, 0, 17, 1), packed=True, tail_padding=3, heads=2, K=8, V=5, seed=9)

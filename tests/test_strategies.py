@@ -24,7 +24,8 @@ from verikda.call import Capabilities
 from verikda.case import H0, LAYOUTS, Case
 from verikda.inputs import make_call
 from verikda.permits import permits
-from verikda.strategies import cases, coherent_cases, describe, labels, length_class, long_cases, stratified
+from verikda.starts import coherent_cases, long_cases, stratified
+from verikda.strategies import cases, describe, labels, length_class
 
 SMALL = Capabilities(
     dtypes=("bfloat16",), chunk_sizes=(64,), rules=("delta",), gates=(), layouts=("contiguous",), max_k=16, max_v=8,

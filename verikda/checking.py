@@ -28,7 +28,7 @@ from verikda.targets.function import FunctionTarget
 from verikda.worst import Corpus
 
 PASS, FAIL, NOTHING = 0, 1, 2
-_TOLD = ("cases", "stratified", "long", "coherent", "turns", "seconds", "limit", "seed")
+_TOLD = ("cases", "stratified", "long", "coherent", "brink", "turns", "seconds", "limit", "seed")
 """Settings that a record opens with."""
 
 

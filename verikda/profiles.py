@@ -23,6 +23,7 @@ class Profile:
     stratified : how many of them are the fixed start in which every regime, dtype, flag and length class appears.
     long : whether a few cases have thousands of tokens.
     coherent : how many cases more the fixed start has in which one rounding is the whole error.
+    brink : how many more in float16 whose largest number is just below 65504.
     turns : checks per case beside those that cost no further call.
     stored : whether Hypothesis keeps failures of users' own tests in its database.
     purpose : one line.
@@ -32,18 +33,19 @@ class Profile:
     stratified: int
     long: bool
     coherent: int
+    brink: int
     turns: int
     stored: bool
     purpose: str
 
 
 PROFILES = {
-    "dev": Profile(60, 40, False, 0, 2, True, "a look while developing"),
-    "ci": Profile(250, 100, True, 40, 2, False, "the same cases in every run: red means that the change did it"),
-    "gpu": Profile(1000, 200, True, 80, 3, True, "a machine with a GPU"),
-    "nightly": Profile(10_000, 400, True, 160, 3, True, "many new cases"),
+    "dev": Profile(60, 40, False, 0, 0, 2, True, "a look while developing"),
+    "ci": Profile(250, 100, True, 40, 8, 2, False, "the same cases in every run: red means that the change did it"),
+    "gpu": Profile(1000, 200, True, 80, 16, 3, True, "a machine with a GPU"),
+    "nightly": Profile(10_000, 400, True, 160, 32, 3, True, "many new cases"),
     "hunt": Profile(
-        2_000, 200, True, 80, 1, True, "the worst case: enough for Hypothesis to climb (below 1000 it has one pass)"
+        2_000, 200, True, 80, 16, 1, True, "the worst case: enough for Hypothesis to climb (below 1000 it has one pass)"
     ),
 }
 

@@ -21,7 +21,8 @@ from verikda.interrupts import held
 from verikda.permits import permits
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
-from verikda.strategies import cases, coherent_cases, labels, long_cases, stratified
+from verikda.starts import brink_cases, coherent_cases, long_cases, stratified
+from verikda.strategies import cases, labels
 from verikda.targets.base import Target
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _BEFORE_LONG = 8
 """Cases of the start that are tried before the long ones: whatever shows at all mostly shows in these."""
 
 _BEFORE_COHERENT = 20
-"""And before the coherent ones, which show little else than one rounding too many."""
+"""And before the coherent ones, which show little else than one rounding too many, and those on the brink."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Settings:
     stratified : how many of them are the start in which every regime appears, the same for the same seed.
     long : whether cases of thousands of tokens follow on the first few.
     coherent : how many more cases of few terms, where one rounding is the whole error, the start has later on.
+    brink : how many more in float16 just below its largest number.
     turns : further checks per case beside those that cost no call.
     seconds : wall-clock limit, None for none; shrinking may run past it by `shrink_seconds` per finding.
     limit : largest ratio that passes.
@@ -56,6 +58,7 @@ class Settings:
     stratified: int = 60
     long: bool = False
     coherent: int = 0
+    brink: int = 0
     turns: int = 2
     seconds: float | None = None
     limit: float = LIMIT
@@ -79,6 +82,7 @@ class Settings:
             stratified=profile.stratified,
             long=profile.long,
             coherent=profile.coherent,
+            brink=profile.brink,
             turns=profile.turns,
             **more,
         )
@@ -206,7 +210,10 @@ class Search:
         return self.summary
 
     def _start(self) -> Iterator[Case]:
-        """The fixed start: the stratified cases, after the first few the long ones, then every third a coherent one."""
+        """The fixed start: the stratified cases, after the first few the long ones.
+
+        Later on a coherent one after each two, and one on the brink after each ten.
+        """
         settings, capabilities = self.settings, self.target.capabilities
         start = stratified(capabilities, min(settings.stratified, settings.cases), variant=settings.seed)
         yield from start[:_BEFORE_LONG]
@@ -214,11 +221,15 @@ class Search:
             yield from long_cases(capabilities, variant=settings.seed)
         yield from start[_BEFORE_LONG:_BEFORE_COHERENT]
         coherent = iter(coherent_cases(capabilities, settings.coherent, variant=settings.seed))
-        for i, case in enumerate(start[_BEFORE_COHERENT:]):
+        brink = iter(brink_cases(capabilities, settings.brink, variant=settings.seed))
+        for i, case in enumerate(start[_BEFORE_COHERENT:], 1):
             yield case
-            if i % 2:
+            if i % 2 == 0:
                 yield from islice(coherent, 1)
+            if i % 10 == 0:
+                yield from islice(brink, 1)
         yield from coherent
+        yield from brink
 
     @property
     def _share(self) -> int:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for cases, and a stratified start.
+"""Hypothesis strategies for cases, and cases in words.
 
 Only knobs and one seed are drawn, never elements of arrays: a search over knobs finds planted faults
 in about a hundred cases where a search over elements needs four hundred or never gets there. Every case
@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from verikda import counter, knobs
+from verikda import knobs
 from verikda.call import Capabilities
 from verikda.case import Case
 from verikda.knobs import Limits
@@ -114,9 +112,6 @@ def _sampled(name: str, options: knobs.Options) -> st.SearchStrategy[Any]:
     return st.sampled_from(options)
 
 
-_SEEDS = st.integers(0, 2**32 - 1)
-
-
 @lru_cache(64)
 def _lengths(packed: bool, max_tokens: int, empty: bool) -> st.SearchStrategy[tuple[int, ...]]:
     if not packed:
@@ -150,197 +145,6 @@ def _overrides(known: dict[str, Any]) -> st.SearchStrategy[tuple[tuple[str, int,
     )
     some = st.lists(one, min_size=1, max_size=8, unique_by=lambda item: item[:2]).map(tuple)
     return st.one_of(st.just(()), st.just(()), st.just(()), some)
-
-
-_WITH = {
-    "gate_in_kernel": ("dtype",),
-    "lower_bound": ("dtype", "gate_in_kernel"),
-    "gate_magnitude": ("dtype", "gate_in_kernel", "lower_bound"),
-}
-"""Knobs whose options the stratified start counts apart for each value of other knobs."""
-
-
-def stratified(
-    capabilities: Capabilities | None = None, n: int = 100, *, variant: int = 0, **options: Any
-) -> list[Case]:
-    """`n` cases, always the same, in which every option of every knob comes up early and about equally often.
-
-    The form of the gate does so for each dtype by itself, its magnitude for each dtype and form. The first case is a
-    16-bit one where the target has any: what a process keeps of its first call (cuLA #43) harms later calls only if it
-    was narrow.
-
-    Run them before a random search: with the default `n` every regime, dtype, flag and length class that the
-    target supports is in.
-
-    Parameters
-    ----------
-    capabilities : of the target; None is a complete implementation.
-    n : how many.
-    variant : another number combines the options in another way, with other values.
-    **options : limits and fixed knobs, as in `cases`.
-    """
-    limits = {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
-    space = knobs.Space(capabilities or Capabilities(), Limits(**limits), options)
-    # each knob takes the option used least so far; ties fall by a hash, so that knobs do not run in step
-    used: dict[tuple[Any, ...], int] = {}
-    out: list[Case] = []
-    for i in range(n):
-        known: dict[str, Any] = {}
-        for name in knobs.OPTIONS:
-            if name == "seed" and name not in space.fixed:
-                known[name] = (i + 1_000_003 * variant) % 2**32
-                continue
-            values = space.options(name, known)
-            if name == "dtype" and i == 0:
-                values = tuple(x for x in values if x != "float32") or values
-            if len(values) == 1:
-                known[name] = values[0]  # no choice: it must not count against this option elsewhere
-                continue
-            classes: list[tuple[Any, ...]] = [(x, values[:j].count(x)) for j, x in enumerate(values)]
-            if name in _WITH:
-                classes = [(*c, *(known[other] for other in _WITH[name])) for c in classes]
-            if name == "lengths" and name not in space.fixed:
-                named = knobs.length_classes(SimpleNamespace(**known), space.capabilities, space.limits)
-                classes = [(label, 0) for label in named]
-            key = counter.stream_key(i + (variant << 32), name)
-            best = min(range(len(values)), key=lambda j: (used.get((name, *classes[j]), 0), counter.mix(key + j)))
-            used[name, *classes[best]] = used.get((name, *classes[best]), 0) + 1
-            known[name] = values[best]
-        out.append(Case(**known))
-    return out
-
-
-_LIVELY: dict[str, Any] = {
-    "dtype": "float32",
-    "gate_regime": "slow",
-    "gate_magnitude": 1.0,
-    "key_regime": "random",
-    "query_regime": "random",
-    "beta_regime": "random",
-    "value_regime": "random",
-    "do_regime": "random",
-    "q_exponent": 0,
-    "v_exponent": 0,
-    "do_exponent": 0,
-    "h0": "random",
-    "dht": True,
-    "scale": None,
-    "heads": 1,
-    "groups": 1,
-}
-"""Knobs with which every token is heard in every output, however far away."""
-
-_LONG: tuple[dict[str, Any], dict[str, Any]] = {"packed": False, "lengths": (2200,)}, {"K": [32], "V": [32]}
-"""2,200 x 32 is beyond 2^16."""
-
-_FEW_TERMS: dict[str, Any] = {
-    "rule": "kda",
-    "heads": 3,
-    "groups": 1,
-    "K": [8, 8, 8, 1],
-    "V": [1, 2, 8],
-    "lengths": [(2,) * 32, (2,) * 32, (7,) * 8],
-    "key_regime": ["sparse_int", "repeated"],
-    "query_regime": "keys",
-    "beta_dtype": "float32",
-    "beta_regime": "near_one",
-    "value_regime": ["random", "constant"],
-    "do_regime": "ints",
-    "scale": 1.0,
-    "gate_regime": ["random", "reset"],
-    "gate_magnitude": 1.0,
-    "safe_gate": False,
-    "qk_l2norm": False,
-    "q_exponent": 0,
-    "v_exponent": 0,
-    "do_exponent": 0,
-    "tail_padding": 0,
-    "h0": "none",
-    "dht": False,
-}
-"""Knobs with which most terms of dq and dg cancel, and products with do are exact: what is left is the error of the few
-numbers that were rounded. Eight channels make every short sequence a block of its own."""
-
-
-def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) -> list[Case]:
-    """Few channels and thousands of tokens: what only shows there.
-
-    One pack of every length from 0 to 65, so every tail of every chunk and more sequences than a warp has lanes; one
-    sequence of 2,200 tokens with more than 2^16 elements of q, k, v and g, so that what restarts, drifts or wraps round
-    by then is seen: an offset of 16 bits stands for one of 32. A target that takes no packs gets the second only. As
-    far as the capabilities allow, nothing fades on the way: slow gates, states, float32.
-    """
-    c = capabilities or Capabilities()
-    shapes = [_LONG]
-    if c.packed:
-        lengths = tuple(range(0 if c.empty else 1, 66))
-        tails = {"packed": True, "lengths": lengths, "chunk_size": max(c.chunk_sizes)}
-        shapes.insert(0, (tails, {"K": [2, 3, 4], "V": [2, 3, 4]}))
-    limits = Limits(max_tokens=4096)
-    made = []
-    for fixed, sizes in shapes:
-        with suppress(ValueError):
-            made.append(wished_case(c, fixed, _LIVELY | sizes, limits=limits, variant=variant))
-    return made
-
-
-def coherent_cases(capabilities: Capabilities | None = None, n: int = 40, *, variant: int = 0) -> list[Case]:
-    """`n` cases of few terms, in which one rounding is the whole error.
-
-    Sums of many terms hide a number that was rounded once too often, or once too seldom: its error is lost among those
-    of all others. Here short sequences have few channels, queries are the keys, beta is near one and do has small
-    integers. Then o hardly depends on what was written before, and dg is a difference of nearly equal terms whose
-    errors are equal too, unless they were formed from numbers rounded in different ways. Hard resets put weak gates
-    after strong ones.
-
-    Parameters
-    ----------
-    capabilities : of the target; what they do not allow is drawn as `stratified` does.
-    n : how many.
-    variant : another number gives other values.
-    """
-    c = capabilities or Capabilities()
-    return stratified(c, n, variant=variant, **_granted(c, {}, _FEW_TERMS, Limits()))
-
-
-def wished_case(
-    capabilities: Capabilities,
-    fixed: Mapping[str, Any],
-    wishes: Mapping[str, Any],
-    *,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
-    variant: int = 0,
-) -> Case:
-    """One case with knobs that it must have, and others as far as the capabilities allow.
-
-    Parameters
-    ----------
-    capabilities : of the target.
-    fixed, wishes : field of `Case` -> one value, or a list of allowed ones. A name in both is fixed; earlier wishes
-        win.
-    limits : of sizes, for knobs that are neither.
-    variant : another number gives another seed.
-
-    Raises
-    ------
-    ValueError
-        If the capabilities allow no case with the fixed knobs.
-    """
-    granted = _granted(capabilities, fixed, wishes, limits)
-    return stratified(capabilities, 1, variant=variant, **vars(limits), **granted)[0]
-
-
-def _granted(
-    capabilities: Capabilities, fixed: Mapping[str, Any], wishes: Mapping[str, Any], limits: Limits
-) -> dict[str, Any]:
-    """The fixed knobs, and those wishes that the capabilities grant."""
-    granted = dict(fixed)
-    for name, value in wishes.items():
-        if name not in granted:
-            with suppress(ValueError):
-                knobs.Space(capabilities, limits, {**granted, name: value})
-                granted[name] = value
-    return granted
 
 
 def length_class(case: Case) -> str:

@@ -20,7 +20,7 @@ from verikda.finding import Finding
 from verikda.run_case import run_case
 from verikda.search import Search, Settings
 from verikda.shrink import candidates, shrink
-from verikda.strategies import coherent_cases, long_cases, stratified
+from verikda.starts import brink_cases, coherent_cases, long_cases, stratified
 from verikda.targets import resolve
 from verikda.zoo.faults import Fault, forget
 from verikda.zoo.target import ZooTarget
@@ -105,14 +105,16 @@ def test_long_cases_come_after_the_first_few_and_another_seed_is_another_start()
     assert not set(first) & set(second)
 
 
-def test_coherent_cases_come_after_twenty_and_then_as_every_third() -> None:
+def test_coherent_cases_come_after_twenty_as_every_third_and_those_on_the_brink_after_each_ten() -> None:
     seen: list[Case] = []
-    settings = Settings(cases=32, stratified=24, coherent=5, checks=(), seed=2)
+    settings = Settings(cases=46, stratified=34, coherent=8, brink=2, checks=(), seed=2)
     Search(ZooTarget(), settings, on_report=lambda report: seen.append(report.case)).run()
     capabilities = ZooTarget().capabilities
-    start, few = stratified(capabilities, 24, variant=2), coherent_cases(capabilities, 5, variant=2)
-    assert seen[:29] == [*start[:22], few[0], *start[22:], *few[1:]]
-    assert len(seen) == 32
+    start, few = stratified(capabilities, 34, variant=2), coherent_cases(capabilities, 8, variant=2)
+    brink = brink_cases(capabilities, 2, variant=2)
+    pairs = [case for i in range(7) for case in (*start[20 + 2 * i : 22 + 2 * i], few[i])]
+    assert seen[:44] == [*start[:20], *pairs[:15], brink[0], *pairs[15:], few[7], brink[1]]
+    assert len(seen) == 46
 
 
 def test_a_split_that_hands_on_nan_fails_and_does_not_end_the_search() -> None:

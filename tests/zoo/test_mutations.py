@@ -33,6 +33,7 @@ def test_the_shipped_kernels_pass_where_mutations_show(case) -> None:  # type: i
     ("name", "budget"),
     [
         ("CUDA_STATE_OFFSET_16", Settings(cases=2, stratified=0, long=True)),
+        ("CUDA_UNNEEDED_INFINITY", Settings(cases=8, stratified=0, brink=8)),
         *(
             (name, Settings(cases=40, stratified=0, coherent=40))
             for name in ("CUDA_BETA_IN_A", "CUDA_VALUES_OF_ONE_ROUNDING", "CUDA_DECAY_FROM_SUMS")

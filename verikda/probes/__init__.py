@@ -13,7 +13,7 @@ from typing import Any
 from verikda.call import Capabilities
 from verikda.case import Case
 from verikda.permits import permits
-from verikda.strategies import wished_case
+from verikda.starts import wished_case
 
 _PLAIN = {f.name: f.default for f in fields(Case)}
 _SMALL: dict[str, Any] = {"rule": "kda", "K": 4, "V": 4, "h0": "random", "dht": True}

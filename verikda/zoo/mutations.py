@@ -128,8 +128,8 @@ MUTATIONS: dict[str, Mutation] = {
         (("backward_local.cu", "scale_rows(at.thread, sv);", ""),
          ("backward_local.cu", "store_fragment<float>(dAqk",
           "for_each_acc(acc_a, [&](int, int col, float& y) { y *= sb[sq + col]; }); store_fragment<float>(dAqk")),
-        Case(lengths=(2, 1, 1, 2), packed=True, K=2, V=8, dtype="float16", g_dtype="same", query_regime="keys",
-             value_regime="constant", do_regime="ints", gate_magnitude=2.0, seed=1),
+        Case(lengths=(2, 1, 1, 2), packed=True, K=2, V=8, dtype="float16", g_dtype="same", chunk_size=16,
+             query_regime="keys", value_regime="constant", do_regime="ints", gate_magnitude=2.0, seed=1),
         regime="16-bit, queries like keys, equal values"),
     "CUDA_DECAY_FROM_SUMS": _one(
         "early rounding", "float calls take the decay of one token as a difference of sums, whose digits are gone",
@@ -228,9 +228,9 @@ MUTATIONS: dict[str, Mutation] = {
     "CUDA_UNNEEDED_INFINITY": _one(
         "mask", "what X does not need of A^T dA stays in its operand: infinite in float16, and infinity times 0 is NaN",
         ("backward_local.cu", _LOWER + "    store_acc<T>(x1", "    store_acc<T>(x1"),
-        Case(lengths=(3,), heads=4, K=8, V=32, dtype="float16", gate_regime="tiny_steps", gate_magnitude=3.0,
-             key_regime="collinear", beta_regime="up_to_two", do_regime="ints", v_exponent=4, do_exponent=3, h0="large",
-             dht=True, seed=8388609), regime="float16, a large state"),
+        Case(lengths=(3,), heads=4, K=8, V=32, dtype="float16", chunk_size=16, gate_regime="tiny_steps",
+             gate_magnitude=3.0, key_regime="collinear", beta_regime="up_to_two", do_regime="ints", v_exponent=4,
+             do_exponent=3, h0="large", dht=True, seed=8388609), regime="float16, numbers just below its largest"),
     "CUDA_MISSING_BARRIER": _one(
         "missing barrier", "dW is read by warps that did not wait for those who write it",
         ("backward_local.cu", "        sync();\n" + _DW, _DW), USUAL, ("repeat",), ("aiter #4523",), races=True),
