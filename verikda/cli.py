@@ -320,6 +320,12 @@ def _refuse_others(why: str, *heeded: str) -> None:
 @click.option("--kinds", multiple=True, help="fast, slow, fused (KDA) or none (DeltaNet); repeatable, all if left out.")
 @click.option("--modes", multiple=True, help="forward, backward or forward+backward; repeatable, all if left out.")
 @click.option("--also-wrong", is_flag=True, help="Time a target too whose errors are too large, and mark it.")
+@click.option(
+    "--compile-jobs",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Processes that compile what Triton's tuners of fla try, before the bench; 0, the default, leaves it to them.",
+)
 @click.option("--cpu", is_flag=True, help="Time the verifier on this CPU instead: oracle, emulator, judged cases.")
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Append every result to this JSON Lines file."

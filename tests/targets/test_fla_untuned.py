@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verikda.targets.fla_untuned import main, tuned_kernels, write_configs
+from verikda.targets import fla_untuned
+from verikda.targets.fla_untuned import SHOWN, main, tuned_kernels, write_configs
 
 
 class Config:
@@ -133,9 +134,16 @@ def test_the_line_says_how_to_use_the_files_and_what_stays_tuned(library, tmp_pa
     assert main(["a b"]) == 0
     assert capsys.readouterr().out == (
         f"wrote configs of 2 kernels; use them with FLA_CACHE_MODE=default FLA_CONFIG_DIR='{tmp_path}/a b'; "
-        "without a file, so tuned still: 1 (fla.a.plain)\n"
+        "without a file, so tuned still: fla.a.plain\n"
     )
     assert Path("a b/shared.json").is_file()
+    plain = Autotuner(jit("fla.a", "plain"), [SMALL, LARGE])
+    many = {f"fla.a.k{i:02}": plain for i in range(SHOWN + 3)}
+    monkeypatch.setattr(fla_untuned, "tuned_kernels", lambda modules: tuned_kernels(modules) | many)
+    assert main(["c"]) == 0
+    said = capsys.readouterr().out
+    assert "tuned still: fla.a.k00, " in said
+    assert said.endswith(" and 4 more\n")
 
 
 def test_a_library_without_such_kernels_is_refused(library, tmp_path, monkeypatch, capsys):

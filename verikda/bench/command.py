@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kernels_cuda.sources import source_hash
 from verikda import show
+from verikda.bench.compile_ahead import compile_ahead
 from verikda.bench.gpu import REPEATS, Device, DeviceLostError, cuda_torch
 from verikda.bench.output import markdown, write_pytest_benchmark
 from verikda.bench.peers import chosen
@@ -26,11 +27,16 @@ def bench_command(
     kinds: Sequence[str] = (),
     modes: Sequence[str] = (),
     also_wrong: bool = False,
+    compile_jobs: int = 0,
     json_path: Path | None = None,
     benchmark_json: Path | None = None,
     summary: Path | None = None,
 ) -> int:
     """Bench on a GPU, print the summary, write the files; the exit status.
+
+    Parameters
+    ----------
+    compile_jobs : see `compile_ahead`, which runs first unless it is 0.
 
     Raises
     ------
@@ -41,6 +47,8 @@ def bench_command(
     check_outputs(json=json_path, benchmark_json=benchmark_json, summary=summary)
     torch = cuda_torch()
     out = show.console()
+    if compile_jobs:
+        compile_ahead([p.name for p in peers], todo, compile_jobs, lambda text: out.print(text, markup=False))
     record = Record(json_path)
     opening: dict[str, object] = {"kind": "bench", "kernels": source_hash(), "repeats": REPEATS}
     final: list[Row] = []

@@ -19,6 +19,10 @@ from verikda.targets.base import TargetError
 from verikda.targets.fla import library_function
 
 
+SHOWN = 8
+"""Kernels without a file that are named: the import of one operator may bring those of all others."""
+
+
 def tuned_kernels(modules: Mapping[str, Any]) -> dict[str, Any]:
     """The tuners of Triton in the modules of fla, by the module and name of their kernels.
 
@@ -111,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"FLA_CACHE_MODE=default FLA_CONFIG_DIR={shlex.quote(str(folder.resolve()))}"
     )
     if left:
-        text += f"; without a file, so tuned still: {len(left)} ({', '.join(left)})"
+        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        text += f"; without a file, so tuned still: {', '.join(left[:SHOWN])}{more}"
     print(text)
     return 0
 
