@@ -18,7 +18,6 @@ from verikda.record import check_folders
 from verikda.targets.base import TargetError
 from verikda.targets.fla import library_function
 
-
 SHOWN = 8
 """Kernels without a file that are named: the import of one operator may bring those of all others."""
 
