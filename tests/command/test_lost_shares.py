@@ -87,6 +87,7 @@ def test_the_other_share_goes_on_and_the_search_is_no_pass(end: str, says: str) 
     assert last["verdicts"] == {"pass": 8 + 2}, "the share of the other, and what this one had run"
     assert "inconclusive  zoo:NONE: 10 cases" in done.stdout
     assert "(1 shares lost)" in done.stdout
+    assert "No case could tell" not in done.stdout, "ten could"
 
 
 @pytest.mark.parametrize("jobs", ["2", "1"])
