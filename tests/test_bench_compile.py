@@ -19,6 +19,7 @@ from verikda.bench import peers
 from verikda.bench.peers import Peer
 from verikda.bench.workloads import Workload
 from verikda.cli import main
+from verikda.interrupts import ALONE
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'")
 
@@ -88,13 +89,15 @@ def test_a_share_makes_the_calls_of_the_bench_and_tells_what_fails(monkeypatch: 
         capabilities=types.SimpleNamespace(backward=True), run=lambda call: made.append(("small", "run"))
     )
     monkeypatch.setattr(ahead, "resolve", lambda name: small)
-    monkeypatch.delenv("FLA_CACHE_RESULTS", raising=False)
+    kept = ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING")
+    for name in kept:
+        monkeypatch.setenv(name, "1")
     todo = [Workload(1, 8, 2, "fast"), Workload(1, 8, 2, "none")]
     found = ahead._compile_share(["fla", "fla:safe"], todo, 0, 1)
     assert found == ["fla:safe, KDA, fast gates 1,8,2: RuntimeError: out of shared memory"]
     assert made == [("small", "run"), ("fla", "forward"), ("fla", "both"), ("small", "run"), ("fla:safe", "forward")]
     assert tuner._bench is not len
-    assert ahead.os.environ.pop("FLA_CACHE_RESULTS") == "0"
+    assert [ahead.os.environ[name] for name in kept] == ["0", "0"], "times that mean nothing stay on no disk"
 
 
 def test_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +113,20 @@ def test_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == ["compiling what the tuners of fla try, in 3 processes", "not compiled ahead: fla of 3"]
 
     def crash(*given: Any) -> list[str]:
-        raise ChildProcessError("one of 3 processes ended with exit status 9 before its work")
+        raise ChildProcessError(f"one of 3 processes ended with exit status 9 before its work; {ALONE}")
 
     monkeypatch.setattr(ahead, "_compile_share", crash)
     told.clear()
     ahead.compile_ahead(["fla:safe"], [], 3, told.append)
     assert told[1:] == ["not compiled ahead: one of 3 processes ended with exit status 9 before its work"]
+
+    def lack(*given: Any) -> list[str]:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(ahead, "_compile_share", lack)
+    told.clear()
+    ahead.compile_ahead(["fla"], [], 3, told.append)
+    assert told[1:] == ["not compiled ahead: ModuleNotFoundError: No module named 'triton'"]
     told.clear()
     ahead.compile_ahead(["verikda"], [], 3, told.append)
     assert told == []

@@ -18,7 +18,7 @@ from verikda.bench.check import small_call
 from verikda.bench.gpu import cuda_torch
 from verikda.bench.peers import PEERS
 from verikda.bench.workloads import Workload
-from verikda.interrupts import processes
+from verikda.interrupts import ALONE, processes
 from verikda.targets import resolve
 
 TUNED = ("fla", "fla:safe")
@@ -45,15 +45,17 @@ def compile_ahead(names: Sequence[str], todo: Sequence[Workload], jobs: int, say
             for done in as_completed([pool.submit(_compile_share, tuned, todo, i, jobs) for i in range(jobs)]):
                 found.update(done.result())
     except ChildProcessError as error:
-        found.add(str(error))
+        found.add(str(error).removesuffix(f"; {ALONE}"))
+    except Exception as error:  # no Triton, or one that tunes in another way
+        found.add(f"{type(error).__name__}: {error}".splitlines()[0])
     for text in sorted(found):
         say(f"not compiled ahead: {text}")
 
 
 def _compile_share(names: Sequence[str], todo: Sequence[Workload], part: int, parts: int) -> list[str]:
     """Make every call with one share of the configs; what failed, a line for each."""
-    # The library's choice of a config would be kept on disk for later processes, and here it means nothing.
-    os.environ["FLA_CACHE_RESULTS"] = "0"
+    # The choice of a config would be kept on disk for later processes, and here it means nothing.
+    os.environ |= {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
     torch = cuda_torch()
     from triton.runtime import autotuner
 
@@ -64,6 +66,7 @@ def _compile_share(names: Sequence[str], todo: Sequence[Workload], part: int, pa
             if peer.refuses(w):
                 continue
             try:
+                torch.cuda.empty_cache()  # fails for good once a call has ended the context
                 target = resolve(peer.judged[w.gates])
                 target.run(small_call(w.gates, bool(peer.safe_gate), w.H, target.capabilities.backward))
                 runner = peer.make(torch, w)
@@ -74,7 +77,6 @@ def _compile_share(names: Sequence[str], todo: Sequence[Workload], part: int, pa
                 runner.wait()
             except Exception as error:  # a library may fail in any way
                 found.append(f"{peer.name}, {w.title} {w.shape}: {type(error).__name__}: {error}".splitlines()[0])
-            torch.cuda.empty_cache()
     return found
 
 
