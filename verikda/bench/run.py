@@ -32,7 +32,7 @@ from verikda.interrupts import processes
 from verikda.targets import TargetError, resolve
 
 EAGER_REPEATS = 10
-ALONE = "run the others without {}"
+APART = "run the others without {}"
 
 
 def pool_of(jobs: int) -> AbstractContextManager[Executor]:
@@ -86,7 +86,7 @@ def bench(
                         row.reason = f"not here: {error}".splitlines()[0]
                     except Exception as error:  # a peer may fail in any way, and its row says how
                         row.reason = failure("crashed", error)
-                        check_answers(torch, f"{peer.name} was called on {w.title} {w.shape}", ALONE.format(peer.name))
+                        check_answers(torch, f"{peer.name} was called on {w.title} {w.shape}", APART.format(peer.name))
                 wanted = together(w, [t.result() for t in truths.pop(w)])
                 for row, peer, _, found in ready:
                     row.floor_verdict, row.floor_ratio = verdicts[_judged(peer, w)].result()
@@ -145,7 +145,7 @@ def time_mode(torch: Any, w: Workload, mode: Mode, ready: Sequence[tuple[Row, Ru
             alive.append(_prepared(torch, mode, row, runner, sets))
         except Exception as error:
             row.reason = failure(f"crashed while {mode} was timed", error)
-            check_answers(torch, f"{what} on {row.target} alone", ALONE.format(row.target))
+            check_answers(torch, f"{what} on {row.target} alone", APART.format(row.target))
     try:
         _sample(torch, mode, alive, device.floor(shapes.least_bytes(w, mode), shapes.least_flops(w, mode)))
     except Exception as error:  # whose it is cannot be told
