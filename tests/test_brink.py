@@ -14,7 +14,7 @@ import pytest
 
 from oracles.arithmetic import Exact, Nearest
 from oracles.chunked import Trace, emulate
-from oracles.contract import STORED, operands16
+from oracles.contract import STORED, operands_tf32
 from verikda.call import Call, Capabilities, Result
 from verikda.case import Case
 from verikda.checks import named
@@ -32,7 +32,7 @@ CASES = brink_cases(n=8) + brink_cases(n=8, variant=1)
 def traced(case: Case, exact: bool = False) -> Trace:
     call = make_call(case)
     arithmetic = Exact() if exact else Nearest()
-    contract = operands16("float16", case.chunk_size)
+    contract = operands_tf32("float16", case.chunk_size)
     return emulate(call.problem, contract, arithmetic, intermediates=True, output_dtypes=call.output_dtypes())
 
 
@@ -111,7 +111,7 @@ class OneMore:
         result = self.inner.run(call)
         if not call.backward:
             return result
-        contract = operands16("float16", call.chunk_size)
+        contract = operands_tf32("float16", call.chunk_size)
         dA = emulate(call.problem, contract, Nearest(), intermediates=True).intermediates["dA"]
         with np.errstate(over="ignore", invalid="ignore"):
             nothing = (2.0 * np.abs(dA).max()).astype(np.float16) * 0.0
