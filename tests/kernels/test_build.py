@@ -127,6 +127,16 @@ def test_what_kernels_must_not_contain_is_found(statement: str, tmp_path: Path) 
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    ("instance", "found"),
+    [("bf16,64,3,true", 0), ("f16,16,1,false", 0), ("bf16,64,0,true", 1), ("float,64,3,true", 1)],
+)
+def test_tf32_is_for_decayed_rows_of_16_bits_only(instance: str, found: int) -> None:
+    made = replace(build.build("position", "sm_90a", source=CONFORMANCE), instance=f"prepare<{instance}>")
+    assert len(audit.problems(replace(made, opcodes={audit.TF32: 4}), {})) == found
+
+
+@needs_nvrtc
 def test_allowed_spills_can_only_shrink() -> None:
     made = build.build("position", "sm_90a", source=CONFORMANCE)
     assert made.resources is not None
