@@ -111,10 +111,8 @@ def run_call(
         outcomes.append(said)
         if check.name not in FREE:
             left -= 1
-        if said.lost:
-            break
-        if (said.verdict == "refused" or any(f.output == CALL for f in said.failures)) and ctx.runs <= 1:
-            break  # the call itself is refused or fails: every check would say the same
+        if said.lost or ctx.failed:
+            break  # nothing can be run any more, or every check would say the same
     return tuple(outcomes), skipped, ctx
 
 

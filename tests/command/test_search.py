@@ -246,6 +246,19 @@ def test_no_check_runs_after_a_call_that_fails_at_once() -> None:
     assert len(run_case(Odd(fail), Case(lengths=(20,), K=2, V=2)).outcomes) == len(calls) == 1
 
 
+@pytest.mark.parametrize("error", [Crashed("no"), Malformed("no"), Refused("no")])
+def test_another_call_that_fails_first_keeps_no_check_from_running(error: Exception) -> None:
+    """Some checks begin with a call of their own: how that ends says nothing of the others."""
+
+    def variant(call: Call, run: Any) -> Result:
+        if call.state_v_first:
+            raise error
+        return run(call)
+
+    report = run_case(Odd(variant), Case(lengths=(20,), K=2, V=2, h0="random"), named(("v_first", "repeat")))
+    assert [(o.check, o.verdict == "pass") for o in report.outcomes] == [("v_first", False), ("repeat", True)]
+
+
 class Device:
     """Loses its context in the first call that `ends`; whatever is called after it is a fault of this test."""
 

@@ -81,6 +81,11 @@ class Context:
     target : what is checked.
     call : the call that every check starts from.
     limit : largest ratio that passes.
+
+    Attributes
+    ----------
+    runs : calls of the target.
+    failed : whether `call` itself was made and gave no result.
     """
 
     def __init__(self, target: Target, call: Call, limit: float = LIMIT) -> None:
@@ -88,6 +93,7 @@ class Context:
         self.call = call
         self.limit = limit
         self.runs = 0
+        self.failed = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -99,7 +105,10 @@ class Context:
 
     @cached_property
     def result(self) -> Result:
-        return self.run(self.call)
+        self.failed = True  # where the next line raises
+        found = self.run(self.call)
+        self.failed = False
+        return found
 
     @cached_property
     def truth(self) -> dict[str, Array]:
