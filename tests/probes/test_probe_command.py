@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from verikda.call import Call, ContextLost
 from verikda.choose import choose_listed
 from verikda.cli import main
 from verikda.finding import load_case
 from verikda.probes import command
 from verikda.probes.frontier import Frontier, frontier
-from verikda.targets.base import Target
-from verikda.zoo.faults import forget
+from verikda.targets.base import Target, TargetError
+from verikda.zoo.faults import Fault, forget
+from verikda.zoo.target import ZooTarget
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +151,36 @@ def test_unusable_input_is_one_line(words: tuple[str, ...], message: str) -> Non
 def test_the_order_of_probes_is_fixed() -> None:
     assert choose_listed("--only", "probe", command.PROBES, "pool, frontier") == ("frontier", "pool")
     assert choose_listed("--only", "probe", command.PROBES, None) == ("frontier", "drift", "pool")
+
+
+@pytest.mark.usefixtures("_few")
+@pytest.mark.parametrize("only", ["frontier", "drift", "pool"])
+def test_a_call_that_ends_the_cuda_context_is_told_and_fails(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying(ZooTarget):
+        calls = 0
+
+        def run(self, call: Call) -> Any:
+            self.calls += 1
+            if self.calls == 1:
+                raise ContextLost("AcceleratorError: an illegal memory access was encountered")
+            raise TargetError("an earlier call has ended the CUDA context")
+
+    monkeypatch.setattr(command, "resolve", lambda name, contract=None: Dying(Fault.NONE))
+    result = verikda("probe", "zoo", "--only", only, "--json", "p.jsonl", "--tokens", "64")
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.output.split())
+    assert "a call ended the CUDA context (" in said
+    assert "an illegal memory access was encountered; nothing can be run after it in this process" in said
+    kinds = {line["kind"]: line for line in lines("p.jsonl")}
+    assert "illegal memory access" in kinds["lost"]["detail"]
+    assert kinds["end"]["verdict"] == "fail"
+
+
+def test_a_target_that_cannot_be_called_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(ZooTarget):
+        def run(self, call: Call) -> Any:
+            raise TargetError("the card was taken out")
+
+    monkeypatch.setattr(command, "resolve", lambda name, contract=None: Gone(Fault.NONE))
+    result = verikda("probe", "zoo", "--only", "drift", "--tokens", "64")
+    assert (result.exit_code, "the card was taken out" in result.output) == (2, True)

@@ -1,6 +1,6 @@
 """What `verikda probe` does, apart from reading the command line.
 
-Its JSON Lines are of the kinds "run", "frontier", "drift", "pool", "finding" and "end", see `verikda.record`.
+Its JSON Lines are of the kinds "run", "frontier", "drift", "pool", "finding", "lost" and "end", see `verikda.record`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from verikda import show
+from verikda.call import Call, ContextLost, Result
 from verikda.checking import FAIL, NOTHING, PASS
 from verikda.choose import choose_listed
 from verikda.environment import environment
@@ -26,14 +27,32 @@ from verikda.probes.pool_run import EXAMPLES, STEPS, PoolReport, run_pool
 from verikda.record import Record, check_folders, check_outputs
 from verikda.run_case import CaseReport
 from verikda.targets import resolve
-from verikda.targets.base import Target
+from verikda.targets.base import Target, TargetError
+
+
+class _Watched:
+    """A target that remembers the call that ended its CUDA context: a probe would go on, and could not."""
+
+    def __init__(self, inner: Target) -> None:
+        self._inner = inner
+        self.name, self.capabilities, self.contract = inner.name, inner.capabilities, inner.contract
+        self.lost = ""
+
+    def run(self, call: Call) -> Result:
+        try:
+            return self._inner.run(call)
+        except ContextLost as error:
+            p = call.problem
+            shape = "B,T,H,K = " + ",".join(map(str, p.q.shape)) + f", HV,V = {p.v.shape[2]},{p.v.shape[3]}"
+            self.lost = f"a call ended the CUDA context ({call.dtypes['q']}, {shape}): {error}"
+            raise
 
 
 @dataclass
 class _Run:
     """One run of the command: where it writes, and what it has seen."""
 
-    target: Target
+    target: _Watched
     out: Console
     record: Record
     findings: Path
@@ -72,7 +91,7 @@ def probe_command(
     chosen = choose_listed("--only", "probe", PROBES, only)
     check_outputs(json=json_path)
     check_folders(findings=findings)
-    target = resolve(target_name, contract=contract)
+    target = _Watched(resolve(target_name, contract=contract))
     if only is not None and "pool" in chosen:
         pool_machine(target)  # says why it cannot be asked for here
     if "drift" in chosen:
@@ -87,6 +106,13 @@ def probe_command(
             PROBES[name](run)
     except KeyboardInterrupt:
         interrupted = True
+    except TargetError:
+        if not target.lost:
+            raise
+    if target.lost:
+        run.verdicts.append("fail")
+        run.record.write({"kind": "lost", "detail": target.lost})
+        show.say(run.out, f"{target.lost}; nothing can be run after it in this process")
     verdict = next((v for v in ("fail", "pass") if v in run.verdicts), "inconclusive")
     run.record.write({"kind": "end", "verdict": verdict, "interrupted": interrupted})
     run.record.close()

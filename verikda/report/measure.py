@@ -22,7 +22,7 @@ from verikda.inputs import SAFE_GATE, make_call
 from verikda.noise import Floor
 from verikda.permits import permits
 from verikda.report.grid import Point
-from verikda.targets.base import Target
+from verikda.targets.base import Target, TargetError
 from verikda.targets.contracts import NAMES, contract_by_name
 
 PROBABILITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999, 1.0)
@@ -95,6 +95,8 @@ def measure(target: Target, point: Point) -> dict[str, Any]:
         result = target.run(call)
     except Refused as error:
         return line | {"verdict": "refused", "detail": first_line(error)}
+    except TargetError as error:  # of an earlier call, which ended the CUDA context and has failed
+        return line | {"detail": first_line(error)}
     except (Crashed, Malformed) as error:
         return line | {"verdict": "fail", "detail": f"{type(error).__name__.lower()}: {first_line(error)}"}
     contract = target.contract(call)

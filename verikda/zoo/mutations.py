@@ -67,7 +67,8 @@ MUTATIONS: dict[str, Mutation] = {
     # gates and decays
     "CUDA_BLOCK_BETWEEN": _one(
         "decay", "the decay of the row blocks between two blocks is left out of Aqk and L",
-        ("prepare.cu", "to_operand<T>(exp_decay<T>(after[j]))", "to_operand<T>(1.f)"), USUAL, regime="more than 32 tokens"),
+        ("prepare.cu", "to_operand<T>(exp_decay<T>(after[j]))", "to_operand<T>(1.f)"), USUAL,
+        regime="more than 32 tokens"),
     "CUDA_TOTAL_OF_NEIGHBOUR": _one(
         "decay", "a row group's total decay is taken from the neighbouring channel",
         ("prepare.cu", "to[0] = sum[0];", "to[0] = sum[1];"), USUAL),
