@@ -1,0 +1,79 @@
+"""README.md and reports/h200/README.md say of speed and errors what reports/h200/bench.jsonl says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verikda.bench.workloads import Workload
+
+ROOT = Path(__file__).parents[1]
+PEERS = ("fla", "fla:safe", "jla", "cudnn")
+OUTPUTS = ("o", "dq", "dk", "dv", "dbeta", "dg", "dA_log", "ddt_bias")
+
+Rows = dict[Workload, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Rows:
+    rows: Rows = {}
+    for text in (ROOT / "reports/h200/bench.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line["kind"] == "timing":
+            w = line["workload"]
+            rows.setdefault(Workload(**{**w, "lengths": tuple(w["lengths"])}), {})[line["target"]] = line
+    return rows
+
+
+def times(row: dict[str, Any], field: str = "median") -> str:
+    """Forward / forward and backward."""
+    if not row["times"]:
+        return "not supported"
+    modes = (row["times"].get(mode) for mode in ("forward", "forward+backward"))
+    text = " / ".join("not supported" if t is None else f"{t[field]:,.0f}" for t in modes)
+    return text + (" (wrong)" if row["reason"].startswith("wrong") and field == "median" else "")
+
+
+def test_times(bench: Rows) -> None:
+    readme, report = (ROOT / "README.md").read_text(), (ROOT / "reports/h200/README.md").read_text()
+    assert len(bench) == 6
+    for w, rows in bench.items():
+        cells = [times(rows["verikda"], "floor"), times(rows["verikda"]), *(times(rows[name]) for name in PEERS)]
+        assert f"| {w.title} | {w.shape} | {' | '.join(cells)} |\n" in report
+        if w.shape == "1,8192,32":
+            assert f"| {w.title} | {' | '.join(cells)} |\n" in readme
+
+
+def test_errors(bench: Rows) -> None:
+    report = (ROOT / "reports/h200/README.md").read_text()
+    for w, rows in bench.items():
+        if w.shape != "1,8192,32":
+            continue
+        first = True
+        for name in PEERS:
+            own, others = rows["verikda"]["errors"], rows[name]["errors"]
+            if "dq" not in others:
+                continue  # not supported, or the forward alone
+            ratios = [f"{own[n] / others[n]:.2f}" if n in own else "" for n in OUTPUTS]
+            cells = " | ".join([w.title if first else "", name, *ratios])
+            assert "| " + " ".join(cells.split()) + " |\n" in report, cells
+            first = False
+
+
+def test_random_searches() -> None:
+    readme, report = (ROOT / "README.md").read_text(), (ROOT / "reports/h200/README.md").read_text()
+    lines = [json.loads(text) for text in (ROOT / "reports/h200/searches.jsonl").read_text().splitlines()]
+    counts = {
+        verdict: sum(x["verdicts"].get(verdict, 0) for x in lines) for verdict in ("pass", "inconclusive", "fail")
+    }
+    total = sum(sum(x["verdicts"].values()) for x in lines)
+    assert counts["fail"] == 0
+    assert f"{total:,} cases over the whole scope, through all checks: {counts['pass']:,} pass," in report
+    assert f" {counts['inconclusive']}\nare inconclusive" in report
+    names = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
+    worst = {n: max(x["worst"][n]["ratio"] for x in lines) for n in names}
+    assert f"| {' | '.join(f'{worst[n]:.2f}' for n in names)} |\n" in report
+    assert f"0 of {total:,} random cases fail (worst ratio {max(worst.values()):.2f}, limit 4)" in readme
