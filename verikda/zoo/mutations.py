@@ -120,7 +120,7 @@ MUTATIONS: dict[str, Mutation] = {
          ("prepare.cu", "y[i] *= sbeta[r];", "y[i] *= 1.f;"),
          ("prepare.cu", "b * (k0 * e0), b * (k1 * e1)", "k0 * e0, k1 * e1"),
          ("prepare.cu", "round_pair<T>(b * w.x, b * w.y)", "round_pair<T>(w.x, w.y)")),
-        Case(lengths=(8,), heads=4, K=3, V=24, dtype="bfloat16", beta_dtype="same", gate_magnitude=2.0,
+        Case(lengths=(8,), heads=4, K=3, V=24, dtype="bfloat16", beta_dtype="same", chunk_size=16, gate_magnitude=2.0,
              gate_in_kernel=True, lower_bound=-5.0, key_regime="zero_rows", query_regime="one_large_row",
              value_regime="ints", do_regime="ints", beta_sigmoid=True, allow_neg_eigval=True, seed=246),
         regime="beta of the sigmoid, few keys"),
