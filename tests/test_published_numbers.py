@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -77,3 +78,19 @@ def test_random_searches() -> None:
     worst = {n: max(x["worst"][n]["ratio"] for x in lines) for n in names}
     assert f"| {' | '.join(f'{worst[n]:.2f}' for n in names)} |\n" in report
     assert f"0 of {total:,} random cases fail (worst ratio {max(worst.values()):.2f}, limit 4)" in readme
+
+
+def test_kill_matrix() -> None:
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "reports/cpu/zoo.md").read_text()
+    text = (ROOT / "reports/cpu/zoo.jsonl").read_text()
+    kills = [x for x in map(json.loads, text.splitlines()) if x["kind"] == "kill" and x["specimen"] != "NONE"]
+    assert len({(x["specimen"], x["seed"]) for x in kills}) == len(kills) == 10 * len({x["specimen"] for x in kills})
+    found = [x for x in kills if x["check"]]
+    assert f"- {len(found)} of {len(kills)} searches found their fault" in page
+    cuda = {x["specimen"] for x in kills if x["specimen"].startswith("CUDA")}
+    others = {x["specimen"] for x in kills} - cuda
+    assert f"all {len(others)} planted faults, and all {len(cuda)} planted in the CUDA sources" in readme
+    assert found == kills
+    seconds = [x["seconds"] for x in kills]
+    medians = f"after {median(x['cases'] for x in kills):.0f} cases and {median(seconds):.1f} s of one core (medians; "
+    assert f"{medians}slowest {max(seconds):.0f} s)" in readme
