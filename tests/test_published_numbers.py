@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from verikda.bench.workloads import Workload
+from verikda.false_alarm import recorded, table
 
 ROOT = Path(__file__).parents[1]
 PEERS = ("fla", "fla:safe", "jla", "cudnn")
@@ -94,3 +95,13 @@ def test_kill_matrix() -> None:
     seconds = [x["seconds"] for x in kills]
     medians = f"after {median(x['cases'] for x in kills):.0f} cases and {median(seconds):.1f} s of one core (medians; "
     assert f"{medians}slowest {max(seconds):.0f} s)" in readme
+
+
+def test_false_alarms() -> None:
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "reports/cpu/false_alarm.md").read_text()
+    lines = recorded([ROOT / "reports/cpu/false_alarm.jsonl"])
+    cases = sum(x["cases"] for x in lines)
+    worst = max(ratio for x in lines for ratio, _ in x["worst"].values())
+    assert table(lines) in page
+    assert f"0 of {cases:,} random cases on two healthy implementations fail" in readme
+    assert f"worst ratio {worst:.2f}, limit 4" in readme
