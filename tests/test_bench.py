@@ -19,7 +19,7 @@ from verikda.bench import workloads as shapes
 from verikda.bench.gpu import Device
 from verikda.bench.output import markdown
 from verikda.bench.peers import PEERS, Peer, TorchRunner, chosen, offsets
-from verikda.bench.rows import Row, Timing, compare, exit_status, objection
+from verikda.bench.rows import OBJECTIONS, Row, Timing, compare, exit_status, objection
 from verikda.bench.workloads import PACK, Workload, least_bytes, least_flops, relative_l2, workloads
 from verikda.cli import main
 from verikda.permits import permits
@@ -289,6 +289,10 @@ def test_no_check_is_no_pass() -> None:
     assert objection(good, "inconclusive").startswith("not shown right")
     assert objection({"o": math.nan}, GREEN) != ""
     assert objection(good, "fail, worst 9.00 (o)").startswith("wrong")
+    for told in (objection({}, GREEN), objection(good, ""), objection({"o": 1.0}, GREEN), objection(good, "fail")):
+        assert told.startswith(OBJECTIONS)
+        row = Row("toy", SMALL, errors=good, reason=told, times={"forward": Timing("graph", (2.0,), 1.0, 3.0)})
+        assert f"| toy ({told.partition(':')[0]}) | 2 (2 to 2) |" in markdown([row], H200)
 
 
 @pytest.mark.parametrize("gates", shapes.KINDS)

@@ -13,7 +13,7 @@ from typing import Any
 from kernels_cuda.sources import source_hash
 from verikda.bench import workloads as shapes
 from verikda.bench.gpu import REPEATS, Device
-from verikda.bench.rows import Row, Timing
+from verikda.bench.rows import OBJECTIONS, Row, Timing
 from verikda.bench.workloads import Mode
 from verikda.environment import environment
 
@@ -37,7 +37,7 @@ def markdown(rows: Sequence[Row], device: Device) -> str:
     for r in rows:
         head = f"| {r.workload.title} | {r.workload.shape} |"
         for mode, t in r.times.items():
-            mark = " (wrong)" if r.reason and not r.reason.startswith(("crashed", "not timed to the end")) else ""
+            mark = f" ({r.reason.partition(':')[0]})" if r.reason.startswith(OBJECTIONS) else ""
             peak = "" if t.peak is None else f"{t.peak / 1e6:.0f}"
             ratio = "" if r.floor_ratio is None else f"{r.floor_ratio:.2f}"
             lines.append(

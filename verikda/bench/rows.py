@@ -91,6 +91,10 @@ class Row:
         }  # fmt: skip
 
 
+OBJECTIONS = ("wrong", "not shown right", "not checked")
+"""With which `objection` begins: the row says why, and a time beside it is that of a target that is not green."""
+
+
 def objection(errors: Mapping[str, float], floor: str) -> str:
     """Why a target with these errors is not timed; empty where it is green."""
     if not errors:
