@@ -62,16 +62,8 @@ template <class T> VK_KERNEL void multiply(const u32* a, const u32* b, float* d)
     float rd[4];
     for (int i = 0; i < 4; ++i) ra[i] = a[4 * tid() + i], rd[i] = d[4 * tid() + i];
     for (int i = 0; i < 2; ++i) rb[i] = b[2 * tid() + i];
-    mma16816<T>(rd, ra, rb);
-    for (int i = 0; i < 4; ++i) d[4 * tid() + i] = rd[i];
-}
-
-VK_KERNEL void multiply_tf32(const u32* a, const u32* b, float* d) {
-    u32 ra[4], rb[2];
-    float rd[4];
-    for (int i = 0; i < 4; ++i) ra[i] = a[4 * tid() + i], rd[i] = d[4 * tid() + i];
-    for (int i = 0; i < 2; ++i) rb[i] = b[2 * tid() + i];
-    mma1688(rd, ra, rb);
+    if constexpr (is_same<T, tf32>) mma1688(rd, ra, rb);
+    else mma16816<T>(rd, ra, rb);
     for (int i = 0; i < 4; ++i) d[4 * tid() + i] = rd[i];
 }
 

@@ -23,10 +23,10 @@ DTYPES = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16), "fl
 FORMS = ("NN", "NT", "TN", "TT")
 SHAPES = ((16, 8, 16), (32, 24, 48), (16, 64, 64))
 INSTANCES = (
-    "position", "integers", "reduce", "vectors", "copies", "math", "multiply_tf32", "product<tf32,16,8,32,NT>",
+    "position", "integers", "reduce", "vectors", "copies", "math", "product<tf32,16,8,32,NT>",
     *(f"exchange<{x}>" for x in ("float", "u32", "i32")),
     *(f"matrices<{n},{t}>" for n in (2, 4) for t in ("false", "true")),
-    *(f"multiply<{x}>" for x in ("f16", "bf16")),
+    *(f"multiply<{x}>" for x in ("f16", "bf16", "tf32")),
     *(f"widen<{x}>" for x in ("f16", "bf16")),
     *(f"{kernel}<{x}>" for kernel in ("convert", "elements", "chain", "tile") for x in DTYPES),
     *(f"product<{x},{m},{n},{k},{form}>" for x in DTYPES for m, n, k in SHAPES for form in FORMS),

@@ -222,7 +222,7 @@ def test_tf32_mma_reads_eleven_bits_of_each_operand(backend: Backend) -> None:
     want = mma_result(start) + A @ B
     below = rng(3).integers(0, 1 << 13, (32, 6)).astype(np.uint32)  # bits that are not read
     for low in (0 * below, below, np.full_like(below, 0x1FFF)):
-        _, _, d = launch(backend, "multiply_tf32", bits(a) | low[:, :4], bits(b) | low[:, 4:], start.copy())
+        _, _, d = launch(backend, "multiply<tf32>", bits(a) | low[:, :4], bits(b) | low[:, 4:], start.copy())
         assert_same_bits(mma_result(d), want, "mma1688")
 
 

@@ -17,9 +17,11 @@ from verikda.bench import workloads as shapes
 from verikda.bench.check import small_call
 from verikda.bench.gpu import cuda_torch
 from verikda.bench.peers import PEERS
+from verikda.bench.run import failure
 from verikda.bench.workloads import Workload
 from verikda.interrupts import ALONE, processes
 from verikda.targets import resolve
+from verikda.targets.base import told
 
 TUNED = ("fla", "fla:safe")
 """Targets whose kernels Triton tunes."""
@@ -47,7 +49,7 @@ def compile_ahead(names: Sequence[str], todo: Sequence[Workload], jobs: int, say
     except ChildProcessError as error:
         found.add(str(error).removesuffix(f"; {ALONE}"))
     except Exception as error:  # no Triton, or one that tunes in another way
-        found.add(f"{type(error).__name__}: {error}".splitlines()[0])
+        found.add(told(error).splitlines()[0])
     for text in sorted(found):
         say(f"not compiled ahead: {text}")
 
@@ -76,7 +78,7 @@ def _compile_share(names: Sequence[str], todo: Sequence[Workload], part: int, pa
                     runner.both(x)
                 runner.wait()
             except Exception as error:  # a library may fail in any way
-                found.append(f"{peer.name}, {w.title} {w.shape}: {type(error).__name__}: {error}".splitlines()[0])
+                found.append(failure(f"{peer.name}, {w.title} {w.shape}", error))
     return found
 
 
