@@ -14,6 +14,7 @@ from verikda.bench import REL_LIMIT
 from verikda.bench import workloads as shapes
 from verikda.case import DTYPES, Case
 from verikda.inputs import make_call
+from verikda.targets.fresh_memory import poisoned
 
 Found = tuple[bool, str, dict[str, Any]]
 
@@ -74,8 +75,9 @@ def many(torch: Any, device: str = "cuda", N: int = 4096, K: int = 256) -> Found
     cu_seqlens = torch.tensor(offsets, device=device)
     inputs = {n: x for n, x in given.items() if n != "do"}
     states: dict[str, Any] = {"initial_state": h0, "output_final_state": True}
-    o, ht = chunk_kda(**inputs, **states, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens.cpu())
-    gradients = torch.autograd.grad([o, ht], list(leaves.values()), [given["do"], dht])
+    with poisoned():  # so that what is not written is not finite
+        o, ht = chunk_kda(**inputs, **states, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens.cpu())
+        gradients = torch.autograd.grad([o, ht], list(leaves.values()), [given["do"], dht])
     found = {"o": o, "ht": ht, **{f"d{n}": x for n, x in zip(leaves, gradients, strict=True)}}
 
     chosen = sorted({0, 1, N - 2, N - 1, *(int(i) for i in random.integers(0, N, 20))})

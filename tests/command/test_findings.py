@@ -146,6 +146,12 @@ def steep(o, ht):
     return o, ht
 
 
+def unwritten(o, ht):
+    whole = torch.empty_like(o)  # where rows were right a moment ago
+    whole[:, :-1] = o[:, :-1]
+    return whole, ht
+
+
 def crash(o, ht):
     raise RuntimeError("no such kernel")
 
@@ -155,11 +161,12 @@ large = changed(lambda o, ht: (o * 1.25, ht))
 state = changed(lambda o, ht: (o, ht + 0.1))
 nan = changed(lambda o, ht: (torch.where(o > 0, torch.nan, o), ht))
 gradients = changed(steep)
+leaves_a_row = changed(unwritten)
 crashes = changed(crash)
 """
 
 
-@pytest.mark.parametrize("name", ["healthy", "large", "state", "nan", "gradients", "crashes"])
+@pytest.mark.parametrize("name", ["healthy", "large", "state", "nan", "gradients", "leaves_a_row", "crashes"])
 def test_a_standalone_script_judges_as_the_floor_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,31 @@ def test_on_the_cpu(name):
     assert result.dtypes["o"] == "float32"
 
 
+class Idle:
+    """A backend whose kernels do nothing."""
+
+    ready = frozenset[str]()
+
+    def __init__(self, name):
+        self.name = name
+
+    def launch(self, kernel, grid, block, shared, args, stream=0):
+        pass
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "where", ["host", pytest.param("cuda", marks=pytest.mark.skipif(bool(own.gpu_missing()), reason="no GPU"))]
+)
+def test_what_no_kernel_writes_is_nan(where, name, dtype):
+    """So that a row which a kernel leaves out shows, whatever the allocator hands out."""
+    call = calls.make(dtype, chunk_size=16, **CALLS[name])
+    outputs = own.on(Idle(where), "idle").run(call).outputs
+    assert {n for n, x in outputs.items() if not np.isnan(x).all()} == set()
+    assert "o" in outputs
+
+
 def test_contracts_by_name():
     assert {name: contract_by_name(name, "float16", 32).name for name in NAMES} == {
         "storage16": "storage-float16-c32", "operands16": "operands-float16-c32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import calls
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch", reason="the torch adapter needs PyTorch: pi
 
 import toy_kda  # noqa: E402
 
+from verikda.targets import fresh_memory, torch_function  # noqa: E402
 from verikda.targets.base import TargetError  # noqa: E402
 from verikda.targets.torch_function import TorchFunction, guarded  # noqa: E402
 
@@ -213,6 +215,79 @@ def test_reading_padding_rows_is_seen_with_poison():
     call = calls.make(shape=(1, 7, 1, 2, 3, 4), cu_seqlens=[0, 2, 2, 6])
     assert_right(broken(sums_all_rows).run(call), call)
     assert np.isnan(broken(sums_all_rows).run(replace(call, poison=np.nan)).outputs["o"][:, :6]).all()
+
+
+UNWRITTEN = {
+    "empty": lambda x: torch.empty(x.shape, dtype=x.dtype),
+    "empty_like": lambda x: torch.empty_like(x),
+    "empty_strided": lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype),
+    "empty_permuted": lambda x: torch.empty_permuted(x.shape, (0, 1, 3, 2), dtype=x.dtype),
+    "Tensor.new_empty": lambda x: x.new_empty(x.shape),
+    "Tensor.new_empty_strided": lambda x: x.new_empty_strided(x.shape, x.stride()),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("maker", fresh_memory.MAKERS)
+def test_a_row_that_is_never_written_is_nan(maker, dtype):
+    """Forward and backward, whatever the allocator hands out: here it is memory that held the right answer."""
+
+    class AllButTheLastRow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return AllButTheLastRow.written(x)
+
+        @staticmethod
+        def backward(ctx, d):
+            return AllButTheLastRow.written(d)
+
+        @staticmethod
+        def written(x):
+            y = UNWRITTEN[maker](x)
+            y[:, :-1] = x[:, :-1]
+            return y
+
+    def f(q, k, v, g, beta):
+        return AllButTheLastRow.apply(toy_kda.chunk_kda(q, k, AllButTheLastRow.apply(v), g, beta)[0])
+
+    outputs = target(f).run(calls.make(dtype, h0=False, dht=False)).outputs
+    for name in ("o", "dv"):
+        assert np.isnan(outputs[name][:, -1]).all(), name
+    assert np.isfinite(outputs["o"][:, :-1]).all()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_has_the_bits_of_a_call_on_other_memory(name, monkeypatch):
+    """Of a function that writes everything it takes, the adapter changes nothing by filling memory before."""
+    filled = target().run(CALLS[name]).outputs
+    monkeypatch.setattr(torch_function, "poisoned", nullcontext)
+    plain = target().run(CALLS[name]).outputs
+    assert filled.keys() == plain.keys()
+    assert all(np.array_equal(filled[n], x, equal_nan=True) for n, x in plain.items())
+
+
+def test_compiled_functions_take_filled_memory_too():
+    """By a function, not a method; nor does what torch.compile takes while it traces become part of the program."""
+
+    def f(x):
+        return torch.cat([torch.empty_like(x), x.new_empty(2).zero_(), 2 * x])
+
+    compiled, again = torch.compile(f, backend="aot_eager"), torch.compile(f, backend="aot_eager")
+    x = torch.ones(3)
+    again(x)
+    with fresh_memory.poisoned():
+        for function in (compiled, again):
+            found = function(x)
+            assert found[:3].isnan().all()
+            assert found[3:].tolist() == [0, 0, 2, 2, 2]
+
+
+def test_integers_and_memory_that_is_filled_are_left_alone():
+    with fresh_memory.poisoned():
+        assert torch.empty(3, dtype=torch.int32).dtype == torch.int32
+        assert torch.zeros(3).eq(0).all()
+        assert torch.empty(3, requires_grad=True).requires_grad
+        assert torch.empty(0).numel() == 0
 
 
 @pytest.mark.parametrize("layout", ["sliced", "strided"])

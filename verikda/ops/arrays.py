@@ -83,7 +83,7 @@ class NumpyArrays:
         """See `Arrays`."""
         kind = np.dtype(NUMPY_DTYPES[dtype])
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        raw = np.empty(size + ALIGNMENT, np.uint8)
+        raw = np.full(size + ALIGNMENT, 0xFF, np.uint8)  # NaN in every floating dtype, until a kernel writes it
         start = -raw.ctypes.data % ALIGNMENT
         return raw[start : start + size].view(kind).reshape(shape)
 

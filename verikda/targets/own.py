@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +159,11 @@ def _with_reverse(
         if on_gpu:
             do, dht = _to_gpu(do), _to_gpu(dht)
             arguments = {name: _to_gpu(x) for name, x in arguments.items()}
+        with _poisoned() if on_gpu else nullcontext():
+            found = both_ways(do, dht, arguments)
+        return {name: x.get() if on_gpu and x is not None else x for name, x in found.items()}
+
+    def both_ways(do: Any, dht: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         final_state, save = arguments["output_final_state"], arguments["disable_recompute"]
         ready = Ready.of(check_call(**{"g": None, **arguments}, gated="g" in arguments))
         keep = engine.needed(ready) if save else ()
@@ -166,7 +172,7 @@ def _with_reverse(
         if do is not None or dht is not None:
             saved = {name: out[name] for name in (*keep, "decay") if name in out} if save else None
             found |= engine.backward(ready, do, dht, saved=saved, kernels=kernels)
-        return {name: x.get() if on_gpu and x is not None else x for name, x in found.items()}
+        return found
 
     known = inspect.signature(function).parameters.values()
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("do", "dht")]
@@ -174,6 +180,20 @@ def _with_reverse(
         [p.replace(kind=p.KEYWORD_ONLY) for p in known] + more
     )
     return answer
+
+
+def _poisoned() -> AbstractContextManager[Any]:
+    """A context in which new CuPy arrays hold NaN, as new NumPy arrays do in `verikda.ops`."""
+    import cupy
+
+    def allocate(size: int) -> Any:
+        memory = cupy.get_default_memory_pool().malloc(size)
+        if size:
+            memory.memset_async(0xFF, size)
+        return memory
+
+    context: AbstractContextManager[Any] = cupy.cuda.using_allocator(allocate)
+    return context
 
 
 def _to_gpu(x: Any) -> Any:

@@ -13,6 +13,7 @@ from verikda.targets import signature as sig
 from verikda.targets.answer import check_array, sort_error
 from verikda.targets.base import TargetError, told
 from verikda.targets.contracts import Declared
+from verikda.targets.fresh_memory import poisoned
 from verikda.targets.function import FunctionTarget
 from verikda.targets.loading import describe
 from verikda.targets.memory import Block, Buffer, place_call
@@ -86,12 +87,12 @@ class TorchFunction(FunctionTarget):
         keywords |= {self.signature.argument(n): t for n, t in views.items() if n not in ("do", "dht")}
 
         # Without a backward the call is one of inference, where dispatchers may choose other kernels.
-        with torch.set_grad_enabled(call.backward):
+        with torch.set_grad_enabled(call.backward), poisoned():
             answer = guarded(lambda: self.function(**keywords), device)
-        o, ht = outputs(answer, call, self.signature.has("output_final_state"))
-        found: dict[str, Any] = {"o": o} if ht is None else {"o": o, "ht": ht}
-        if call.backward and (o.requires_grad or not has_tokens(call)):
-            found |= gradients(call, o, ht, views, device)
+            o, ht = outputs(answer, call, self.signature.has("output_final_state"))
+            found: dict[str, Any] = {"o": o} if ht is None else {"o": o, "ht": ht}
+            if call.backward and (o.requires_grad or not has_tokens(call)):
+                found |= gradients(call, o, ht, views, device)
 
         changed: list[str] = []
         for name, block in blocks.items():
