@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from verikda.cli import main
 from verikda.report import grid, run
 from verikda.report.grid import Grid
 from verikda.report.lines import number, read_lines
+from verikda.targets import resolve
 
 ROOT = Path(__file__).parents[2]
 TINY = Grid("quick", 1, 4, 10, (0.5,), (16,), ("random",), (5, 20), 2, (("random", 1.0, "random", "random"),))
@@ -55,6 +57,22 @@ def test_a_run_writes_every_point_and_renders_it(tmp_path: Path) -> None:
     again = verikda("report", "--from", path, "--html", tmp_path / "again.html")
     assert again.exit_code == 0
     assert (tmp_path / "again.html").read_text() == (tmp_path / "p.html").read_text()
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("wanted", "target"), [(True, "verikda"), (True, "emulator"), (False, "verikda")])
+def test_other_flags_are_measured_where_a_grid_asks_and_the_kernels_are_there(
+    wanted: bool, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verikda.report import command
+
+    monkeypatch.setitem(grid.GRIDS, "quick", replace(TINY, flags=wanted))
+    monkeypatch.setattr(run, "_builds", lambda: (resolve("emulator"), resolve("zoo")))
+    monkeypatch.setattr(run, "_targets", lambda names: (resolve("emulator"),))
+    monkeypatch.setattr(command, "resolve", lambda name: resolve("emulator"))
+    verikda("report", target, "--json", tmp_path / "r.jsonl")
+    builds = [x["target"] for x in read_lines(tmp_path / "r.jsonl") if x.get("series") == "flags"]
+    assert builds == (["emulator", "zoo:NONE"] * 3 if wanted and target == "verikda" else [])  # one case of each dtype
 
 
 @pytest.mark.usefixtures("tiny")

@@ -75,7 +75,7 @@ def _need_jinja() -> None:
 def _measured(out: Any, names: Sequence[str], grid: Any, json_path: Path | None, jobs: int) -> list[dict[str, Any]]:
     """Run the grid; lines as they would be read back from the file. KeyboardInterrupt where there are none yet."""
     made = [resolve(name) for name in names]
-    todo = items(grid, names, any(name in ("verikda", "verikda:cuda") for name in names) and grid.name == "full")
+    todo = items(grid, names, grid.flags and any(name in ("verikda", "verikda:cuda") for name in names))
     lines: list[dict[str, Any]] = []
     record = Record(json_path)
 

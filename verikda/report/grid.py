@@ -28,6 +28,7 @@ class Grid:
     gates, chunks, keys, lengths, seeds : the axes.
     regimes : (gate regime, nats per token, key regime, beta regime) of the series from which verdicts come first.
     long_channels : K = V of the series of lengths.
+    flags : whether verikda's kernels are also measured as other compiler flags build them, on a GPU.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Grid:
     seeds: int
     regimes: tuple[tuple[str, float, str, str], ...]
     long_channels: int = 32
+    flags: bool = False
 
 
 _REGIMES = (
@@ -54,7 +56,7 @@ _REGIMES = (
 GRIDS = {
     "quick": Grid("quick", 2, 32, 130, GATES, (16, 32, 64), KEYS, (16, 64, 256, 1024), 4, _REGIMES),
     # for kernels that are built for K = V = 128 and chunks of 64
-    "wide": Grid("wide", 2, 128, 130, GATES, (64,), KEYS, (64, 256, 1024), 4, _REGIMES, 128),
+    "wide": Grid("wide", 2, 128, 130, GATES, (64,), KEYS, (64, 256, 1024), 4, _REGIMES, 128, flags=True),
     "full": Grid(
         "full", 2, 128, 258, tuple(2.0 ** (e / 2) for e in range(-10, 13)), (16, 32, 64), KEYS,
         (16, 64, 256, 1024, 4096), 8,
@@ -62,6 +64,7 @@ GRIDS = {
          ("ragged", 1.0, "random", "random"), ("heads", 1.0, "random", "random"),
          ("zero_rows", 1.0, "zero_rows", "zero_rows"), ("tiny_steps", 1.0, "repeated", "one"),
          ("random", 1.0, "random", "up_to_two")),
+        flags=True,
     ),
 }  # fmt: skip
 

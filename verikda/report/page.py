@@ -143,7 +143,7 @@ class Page:
         """Charts and tables in the order in which they are read."""
         lines, builds = self.main, [x for x in self.lines if x.get("series") == "flags"]
         no_stages = f"{NOT_RUN}: only the emulator and verikda's own kernels return intermediates"
-        no_flags = f"{NOT_RUN}: it needs a GPU, target verikda and --grid full"
+        no_flags = f"{NOT_RUN}: it needs a GPU, target verikda and --grid wide or full"
         return [
             Section("gates", lambda: charts.gates(lines)),
             Section("frontier", table=tables.gate_map(lines)),
