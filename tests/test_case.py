@@ -10,7 +10,7 @@ import re
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verikda.case import SCHEMA, TENSORS, Case, parse_json
@@ -248,7 +248,6 @@ _JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(st.sampled_from([f.name for f in fields(Case)]), _JSON, max_size=4))
 def test_anything_parsed_is_a_case_or_a_value_error(data: dict) -> None:
     """Never another exception: a file from elsewhere must not crash the reader."""

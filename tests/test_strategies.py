@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from oracles.recurrence import is_stable
@@ -116,7 +116,7 @@ def test_a_target_of_few_sizes_and_required_flags_gets_nothing_else() -> None:
         assert permits(fused, case) == reason
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@settings(max_examples=500)
 @given(cases())
 def test_cases_are_valid_stable_and_within_limits(case: Case) -> None:
     assert is_stable(make_call(case).problem)
@@ -128,14 +128,7 @@ def test_cases_are_valid_stable_and_within_limits(case: Case) -> None:
     assert "\n" not in describe(case)
 
 
-@settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    phases=[Phase.generate],  # shrinking a set of capabilities takes minutes and tells little
-)
+@settings(max_examples=100, phases=[Phase.generate])  # shrinking a set of capabilities takes minutes, tells little
 @given(st.data(), capabilities)
 def test_cases_stay_within_any_capabilities(data: st.DataObject, c: Capabilities) -> None:
     case = data.draw(cases(c, max_tokens=40))
@@ -146,7 +139,7 @@ def test_cases_stay_within_any_capabilities(data: st.DataObject, c: Capabilities
 def test_nothing_is_drawn_and_thrown_away() -> None:
     count = 0
 
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[])
+    @settings(max_examples=300)
     @given(cases())
     def run(case: Case) -> None:
         nonlocal count
@@ -301,7 +294,7 @@ def test_random_search_reaches_most_of_everything() -> None:
     """Hypothesis varies what it has drawn, so that 400 cases are not 400 independent ones: most, not all."""
     drawn: list[Case] = []
 
-    @settings(max_examples=400, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=400)
     @given(cases(unstable=True))
     def run(case: Case) -> None:
         drawn.append(case)
@@ -318,15 +311,13 @@ def test_random_search_reaches_most_of_everything() -> None:
 
 @pytest.mark.parametrize(("field", "name"), [(f, n) for f, table in regimes.KINDS.items() for n in table])
 def test_random_search_reaches_every_regime(field: str, name: str) -> None:
-    quick = settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
+    quick = settings(max_examples=1, phases=[Phase.generate])
     assert find(cases(unstable=True, **{field: name}), lambda case: getattr(case, field) == name, settings=quick)
 
 
 def test_shrinking_ends_at_the_default_case() -> None:
     # `find` answers with the last case it ran, so the explain phase, which tries variations at the end, is left out
-    quick = settings(
-        max_examples=2000, deadline=None, derandomize=True, database=None, phases=[Phase.generate, Phase.shrink]
-    )
+    quick = settings(max_examples=2000, phases=[Phase.generate, Phase.shrink])
     assert find(cases(), lambda case: True, settings=quick) == Case()
     needs = find(cases(), lambda case: case.gate_regime == "spike" and case.T > 16, settings=quick)
     assert needs == Case(lengths=(17,), gate_regime="spike")
@@ -398,7 +389,7 @@ def test_simplest_first() -> None:
     ids=str,
 )
 def test_fixed_knobs_hold_and_bring_what_they_need(fixed: dict) -> None:
-    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=15)
     @given(cases(**fixed))
     def run(case: Case) -> None:
         for name, value in fixed.items():

@@ -41,14 +41,10 @@ def verikda(*words: object) -> Result:
     return result
 
 
-def surroundings() -> dict[str, str]:
-    plain = {n: v for n, v in os.environ.items() if n not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
-    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
 def process(*words: object, module: bool = True) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(["-m", "verikda"] if module else []), *(str(w) for w in words)]
-    return subprocess.run(command, capture_output=True, text=True, env=surroundings(), timeout=300, check=False)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
 
 
 def strict(path: Path) -> list[dict[str, Any]]:

@@ -62,8 +62,7 @@ def own_signals() -> None:
 @contextmanager
 def started(kind: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A process group that runs a command and has a line of `kind` on record; killed at the end."""
-    plain = {n: v for n, v in os.environ.items() if n not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
-    env = plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.Popen([sys.executable, "-m", *words], env=env, text=True, start_new_session=True,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=own_signals)  # fmt: skip
     try:

@@ -53,7 +53,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """A command on a target whose third call is `end`: in the first process that makes it, or in every one."""
     Path("dying.py").write_text(TARGET.format(end=end, fault=fault, all=everyone))
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", *words, "--jobs", jobs, "--json", "run.jsonl"]
     with Path("out").open("w") as out, Path("err").open("w") as err:  # a pipe would wait for what the target forked
         done = subprocess.run(command, stdout=out, stderr=err, env=env, timeout=60, check=False)

@@ -52,19 +52,15 @@ def test_without_the_option(verikda_target):
 """
 
 
-THREADS = {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
 def pytest_in(folder: Path, surroundings: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--rootdir", str(folder), *options]
-    return subprocess.run(
-        command, cwd=folder, env=surroundings, text=True, capture_output=True, timeout=300, check=False
-    )
+    env = surroundings | {"PYTEST_ADDOPTS": ""}
+    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=300, check=False)
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     # The plugin is named, and nothing else is loaded: so it is loaded once, installed or not.
-    surroundings = os.environ | THREADS | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return pytest_in(folder, surroundings, "-p", "verikda.pytest_plugin", *options)
 
 
@@ -75,7 +71,7 @@ def test_pytest_finds_the_plugin_of_the_installed_package(tmp_path: Path) -> Non
     if "verikda." not in installed:
         pytest.skip("the package is not installed here, only imported")
     assert "verikda.pytest_plugin" in installed.split()
-    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | THREADS
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     plain.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD", None)
     options = ("--verikda-target=zoo", "--verikda-cases=2")
     result = pytest_in(tmp_path, plain, *options)
@@ -221,7 +217,7 @@ def in_hypothesis(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_user.py").write_text(test)
     (folder / "conftest.py").write_text(FEW)
     (folder / "kernels.py").write_text(KERNELS)
-    surroundings = os.environ | THREADS | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    surroundings = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     surroundings["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "targets", folder)))
     plugins = ("-p", "_hypothesis_pytestplugin", "-p", "verikda.pytest_plugin", "--hypothesis-show-statistics")
     return pytest_in(folder, surroundings, *plugins)

@@ -6,7 +6,7 @@ from typing import Any
 
 import mpmath
 import numpy as np
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from oracles import multiprecision
@@ -81,7 +81,7 @@ def sixteen_digits(problem: Problem, exact: dict[str, Any]) -> dict[str, float]:
     return expected
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(problems())
 def test_any_small_problem_is_certified(problem: Problem) -> None:
     """Within the certificate's limit or, where large terms cancel in an output, what 16 digits can do."""

@@ -248,4 +248,4 @@ def test_a_target_without_a_state_cannot_be_asked() -> None:
 
 
 TestPool = pool_machine(ZooTarget()).TestCase
-TestPool.settings = settings(max_examples=3, stateful_step_count=5, deadline=None, derandomize=True, database=None)
+TestPool.settings = settings(max_examples=3, stateful_step_count=5)
