@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import monotonic
@@ -102,13 +103,23 @@ def test_a_process_that_hangs_dies_or_says_nothing_is_a_failure() -> None:
 
 def test_what_an_item_has_started_ends_with_it(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    code = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
-    assert run_item("graph", [sys.executable, "-c", starts], 3)["says"] == "did not end within 3 s"
-    words = Path("/proc", pid.read_text(), "cmdline")
-    last = monotonic() + 10
-    while words.exists() and words.read_bytes():  # a process that nobody asks about any more has no words
+    starts = (
+        "import pathlib, subprocess, sys\n"
+        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(started.pid))\n"
+        "started.wait()"
+    )
+    assert run_item("graph", [sys.executable, "-c", starts], 5)["says"] == "did not end within 5 s"
+    last = monotonic() + 30
+    while words_of(pid.read_text()):
         assert monotonic() < last, "it is left behind"
+
+
+def words_of(pid: str) -> bytes:
+    """The command line of a process; one that has ended has none."""
+    with suppress(OSError):
+        return Path("/proc", pid, "cmdline").read_bytes()
+    return b""
 
 
 def test_every_item_has_a_title_a_limit_and_a_function() -> None:

@@ -80,8 +80,8 @@ def started(kind: str, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 def ended(run: subprocess.Popen[str]) -> Ended:
     """Wait for the end of the command and of every process that it started; all lines of the record are whole."""
-    stdout, stderr = run.communicate(timeout=60)
-    last = time.monotonic() + 20
+    stdout, stderr = run.communicate(timeout=200)
+    last = time.monotonic() + 60
     while alive(run.pid):
         assert time.monotonic() < last, "a process is left behind"
         time.sleep(0.1)
@@ -198,12 +198,12 @@ def test_evidence_records_what_has_ended_and_ends_the_rest(
             os.killpg(run.pid, number)
         begun = time.monotonic()
         result = ended(run)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60, "it waited for what it should have ended"
     assert (result.status, result.stderr) == (status, "")
     assert result.stdout.splitlines()[-1] == "interrupted after 2 of 5 items"
     assert [line["item"] for line in result.lines] == ["long", "large"]
     assert not Path("graph").exists()
-    last = time.monotonic() + 20
+    last = time.monotonic() + 60
     while any(same_folder(x) for x in Path("/proc").glob("[0-9]*/cwd")):
         assert time.monotonic() < last, "a process is left behind"
         time.sleep(0.1)
@@ -362,10 +362,12 @@ def test_a_fork_of_the_checked_code_ends_as_it_would_alone() -> None:
 import os, signal, time
 from verikda.interrupts import on_stop
 with on_stop():
+    begun, begins = os.pipe()
     child = os.fork()
     if not child:
+        os.write(begins, b"x")  # Python forgets signals that came before its first step after a fork
         time.sleep(60)
-    time.sleep(0.3)
+    os.read(begun, 1)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 """

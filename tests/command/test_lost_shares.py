@@ -56,7 +56,7 @@ def run(
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", *words, "--jobs", jobs, "--json", "run.jsonl"]
     with Path("out").open("w") as out, Path("err").open("w") as err:  # a pipe would wait for what the target forked
-        done = subprocess.run(command, stdout=out, stderr=err, env=env, timeout=60, check=False)
+        done = subprocess.run(command, stdout=out, stderr=err, env=env, timeout=180, check=False)
     assert "Traceback" not in Path("err").read_text()
     return subprocess.CompletedProcess(command, done.returncode, Path("out").read_text(), Path("err").read_text())
 
@@ -126,7 +126,7 @@ def test_a_search_that_loses_every_share_ends() -> None:
 
 def test_a_process_that_the_target_has_forked_keeps_nobody_waiting() -> None:
     """It holds open what tells of the end of the one that forked it."""
-    end = "os._exit(7) if os.fork() else (Path('pid').write_text(str(os.getpid())), time.sleep(200))"
+    end = "os._exit(7) if os.fork() else (Path('pid').write_text(str(os.getpid())), time.sleep(600))"
     try:
         done = run(end, *CHECK)
     finally:

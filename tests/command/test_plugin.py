@@ -180,9 +180,10 @@ def test_a_fault_and_a_case_that_cannot_tell_fail_a_users_test(tmp_path: Path) -
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FEW = """
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
-settings.register_profile("few", max_examples=12, derandomize=True, database=None, phases=[Phase.generate])
+few = settings(max_examples=12, derandomize=True, database=None, phases=[Phase.generate])
+settings.register_profile("few", few, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("few")
 """
 KERNELS = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 
 import calls
 import numpy as np
@@ -122,10 +124,9 @@ def test_with_neither_gpu_nor_compiler(no_gpu, no_compiler):
 
 def test_without_torch():
     """In a process where torch cannot be imported."""
-    import subprocess
-
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
     code = (
-        "import sys; sys.modules['torch'] = None; sys.path.insert(0, 'tests/targets'); import calls\n"
+        f"import sys; sys.modules['torch'] = None; sys.path[:0] = {path!r}; import calls\n"
         "from verikda.targets import resolve\n"
         "print(sorted(resolve('verikda:host').run(calls.make(chunk_size=16)).outputs))"
     )

@@ -31,7 +31,7 @@ def test_a_hunt_ends_at_the_first_failing_case() -> None:
     kill = hunt(specimen("state_transposed"), 0)
     assert kill.killed
     assert kill.cases < 5
-    assert 0 < kill.seconds < 60
+    assert kill.seconds > 0
     assert "floor" in kill.fails
     assert kill.case is not None
     case = Case.from_dict(kill.case)
