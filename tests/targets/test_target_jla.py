@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'
 import torch
 import toy_kda
 
-from verikda.call import Refused
+from verikda.call import ContextLost, Refused
 from verikda.targets import TargetError, resolve
 from verikda.targets import jla as module
 
@@ -141,6 +141,22 @@ def test_what_the_kernels_do_not_support_is_declared(monkeypatch):
     assert resolve("jla:delta").contract(DELTA).name == "storage-float16-c64"
     with pytest.raises(Refused, match="head dims must be in"):
         resolve("jla").run(calls.make("bfloat16"))
+
+
+def test_a_call_that_ends_the_context_is_told_and_is_the_last(monkeypatch):
+    def fail(kind, q, k, v, **given):
+        monkeypatch.setattr(sys.modules["jax"], "device_put", no_answer)
+        no_answer(q)
+
+    def no_answer(x):
+        raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    install(monkeypatch, fail)
+    target = resolve("jla")
+    with pytest.raises(ContextLost, match=r"^RuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        target.run(KDA)
+    with pytest.raises(TargetError, match=r"an earlier call has ended the CUDA context .* target jla cannot be called"):
+        target.run(KDA)
 
 
 def test_without_the_library_or_its_gpu(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import calls
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from kernels_cuda import host_build
 from kernels_cuda.sources import source_hash
 from oracles.recurrence import forward_reverse
-from verikda.call import Capabilities
+from verikda.call import Capabilities, ContextLost
 from verikda.targets import TargetError, available, own, resolve
 from verikda.targets.contracts import NAMES, contract_by_name
 
@@ -79,6 +80,25 @@ def test_what_no_kernel_writes_is_nan(where, name, dtype):
     outputs = own.on(Idle(where), "idle").run(call).outputs
     assert {n for n, x in outputs.items() if not np.isnan(x).all()} == set()
     assert "o" in outputs
+
+
+def test_a_call_through_cupy_that_ends_the_context_is_told_and_is_the_last(monkeypatch):
+    """On a stand-in for CuPy: that the kernels are asked at all shows on a GPU only."""
+
+    def no_answer():
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    def fail(q, k, v, g, beta, do=None, dht=None):
+        runtime.deviceSynchronize = no_answer
+        raise ValueError("q is on another device")
+
+    runtime = SimpleNamespace(deviceSynchronize=lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    target, call = own.ThroughCupy(fail, "own"), calls.make(h0=False, dht=False)
+    with pytest.raises(ContextLost, match=r"^ValueError: q is on another device"):
+        target.run(call)
+    with pytest.raises(TargetError, match=r"an earlier call has ended the CUDA context .* target own cannot be called"):
+        target.run(call)
 
 
 def test_contracts_by_name():

@@ -19,7 +19,7 @@ import toy_kda  # noqa: E402
 
 from verikda.targets import fresh_memory, torch_function  # noqa: E402
 from verikda.targets.base import TargetError  # noqa: E402
-from verikda.targets.torch_function import TorchFunction, guarded  # noqa: E402
+from verikda.targets.torch_function import TorchFunction  # noqa: E402
 
 
 def target(function=toy_kda.chunk_kda, **options):
@@ -420,6 +420,11 @@ def no_answer(device):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return TorchFunction(toy_kda.chunk_kda, "toy", device="cuda")
+
+
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: launch failure"), ValueError("K > 4")])
 def test_a_device_that_does_not_answer_after_an_error_is_a_lost_context(monkeypatch, error):
     """Whatever the error says: a refusal after which nothing can be called is none."""
@@ -427,16 +432,17 @@ def test_a_device_that_does_not_answer_after_an_error_is_a_lost_context(monkeypa
     def fail():
         raise error
 
+    gpu = on_a_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with pytest.raises((Crashed, Refused)) as answered:
-        guarded(fail, "cuda")
+        gpu.guarded(fail)
     assert not isinstance(answered.value, ContextLost)
     monkeypatch.setattr(torch.cuda, "synchronize", no_answer)
     with pytest.raises(ContextLost) as lost:
-        guarded(fail, "cuda", "backward: ")
+        gpu.guarded(fail, "backward: ")
     assert str(lost.value) == f"backward: {type(error).__name__}: {error}"
     with pytest.raises((Crashed, Refused)) as on_cpu:
-        guarded(fail, "cpu")
+        target().guarded(fail)
     assert not isinstance(on_cpu.value, ContextLost)
 
 
@@ -444,15 +450,13 @@ def test_an_error_of_a_kernel_that_ran_later_is_a_lost_context(monkeypatch):
     """The call returns; its kernel's error comes with the wait for it."""
     monkeypatch.setattr(torch.cuda, "synchronize", no_answer)
     with pytest.raises(ContextLost, match=r"^RuntimeError: CUDA error: an illegal memory access"):
-        guarded(lambda: 1, "cuda")
+        on_a_gpu(monkeypatch).guarded(lambda: 1)
 
 
 def test_no_call_is_made_on_a_device_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", no_answer)
-    t = TorchFunction(toy_kda.chunk_kda, "toy", device="cuda")
     with pytest.raises(TargetError, match=r"an earlier call has ended the CUDA context .* target toy cannot be called"):
-        t.run(calls.make())
+        on_a_gpu(monkeypatch).run(calls.make())
 
 
 def test_an_interrupt_is_no_outcome():

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verikda.targets.answer import context_ended
+
 REPEATS = 30
 WARM_UP = 3
 HOST_REPEATS = 10
@@ -24,7 +26,7 @@ class DeviceLostError(Exception):
     """A call ended the CUDA context, so nothing can be run in this process any more; one sentence says in what."""
 
 
-def check_answers(torch: Any, what: str, advice: str) -> None:
+def check_context(torch: Any, what: str, advice: str) -> None:
     """Called after an error, which may be one that makes every later call fail.
 
     Parameters
@@ -37,10 +39,8 @@ def check_answers(torch: Any, what: str, advice: str) -> None:
     DeviceLostError
         When the device does not answer.
     """
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise DeviceLostError(f"the CUDA context was lost while {what}; {advice}") from error
+    if context_ended(torch.cuda.synchronize):
+        raise DeviceLostError(f"the CUDA context was lost while {what}; {advice}")
 
 
 def cuda_torch() -> Any:

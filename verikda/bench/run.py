@@ -19,7 +19,7 @@ from verikda.bench.gpu import (
     DeviceLostError,
     Run,
     captured,
-    check_answers,
+    check_context,
     host_times,
     measure_device,
     peak_bytes,
@@ -86,7 +86,7 @@ def bench(
                         row.reason = f"not here: {error}".splitlines()[0]
                     except Exception as error:  # a peer may fail in any way, and its row says how
                         row.reason = failure("crashed", error)
-                        check_answers(torch, f"{peer.name} was called on {w.title} {w.shape}", APART.format(peer.name))
+                        check_context(torch, f"{peer.name} was called on {w.title} {w.shape}", APART.format(peer.name))
                 wanted = together(w, [t.result() for t in truths.pop(w)])
                 for row, peer, _, found in ready:
                     row.floor_verdict, row.floor_ratio = verdicts[_judged(peer, w)].result()
@@ -145,14 +145,14 @@ def time_mode(torch: Any, w: Workload, mode: Mode, ready: Sequence[tuple[Row, Ru
             alive.append(_prepared(torch, mode, row, runner, sets))
         except Exception as error:
             row.reason = failure(f"crashed while {mode} was timed", error)
-            check_answers(torch, f"{what} on {row.target} alone", APART.format(row.target))
+            check_context(torch, f"{what} on {row.target} alone", APART.format(row.target))
     try:
         _sample(torch, mode, alive, device.floor(shapes.least_bytes(w, mode), shapes.least_flops(w, mode)))
     except Exception as error:  # whose it is cannot be told
         for t in alive:
             t.row.reason = failure(f"crashed while {mode} was timed in turns", error)
         turns = ", ".join(t.row.target for t in alive)
-        check_answers(torch, f"{what} on {turns} in turns", "run the targets apart to see whose it is")
+        check_context(torch, f"{what} on {turns} in turns", "run the targets apart to see whose it is")
     del alive, sets
     torch.cuda.empty_cache()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from verikda.call import Call, Crashed, Malformed, Refused
 from verikda.targets.base import told
@@ -36,6 +38,20 @@ def sort_error(error: BaseException, where: str = "") -> Exception:
     if isinstance(error, REFUSALS) or (type(error) is RuntimeError and UNSUPPORTED.search(text)):
         return Refused(text)
     return Crashed(text)
+
+
+def context_ended(synchronize: Callable[[], Any]) -> bool:
+    """Whether a device answers no more: after an illegal address and the like its CUDA context fails every call.
+
+    Parameters
+    ----------
+    synchronize : waits for the device, as an array library does it.
+    """
+    try:
+        synchronize()
+    except RuntimeError:  # so are the errors of torch, CuPy and JAX
+        return True
+    return False
 
 
 def check_array(name: str, shape: tuple[int, ...], dtype: str, call: Call) -> None:

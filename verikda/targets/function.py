@@ -1,4 +1,4 @@
-"""What targets that call a function have in common: a name, a signature, declared capabilities and contract."""
+"""What targets that call a function have in common: what they declare, and how a call of it can end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from oracles.contract import Contract
-from verikda.call import Call, Capabilities
+from verikda.call import Call, Capabilities, ContextLost
 from verikda.targets import signature as sig
+from verikda.targets.answer import context_ended, sort_error
+from verikda.targets.base import TargetError, told
 from verikda.targets.contracts import DEFAULT, Declared, check_declared, contract_of
 
 
@@ -60,3 +62,45 @@ class FunctionTarget:
     def contract(self, call: Call) -> Contract:
         """The declared contract, for the dtype and chunk size of this call."""
         return contract_of(self._contract, call)
+
+    def synchronize(self) -> None:
+        """Wait for the device that the function runs on, where that is not the CPU.
+
+        Raises
+        ------
+        RuntimeError
+            Of the device's library, when a call has failed; any call's, when one has ended the CUDA context.
+        """
+
+    def check_context(self) -> None:
+        """Refuse to make a call that could only fail.
+
+        Raises
+        ------
+        TargetError
+            When an earlier call has ended the CUDA context.
+        """
+        if context_ended(self.synchronize):
+            raise TargetError(
+                f"an earlier call has ended the CUDA context of this process, so target {self._name} cannot be called "
+                "any more; start it again without the call that did"
+            )
+
+    def guarded(self, call: Callable[[], Any], where: str = "") -> Any:
+        """The value of `call()`, with its exceptions sorted into refusals, malformed results and crashes.
+
+        Raises
+        ------
+        Refused, Crashed, Malformed
+            See `answer.sort_error`.
+        ContextLost
+            When the device answers no more after the call, whatever the call raised.
+        """
+        try:
+            value = call()
+            self.synchronize()  # kernels run later; an error of theirs belongs to this call
+            return value
+        except (Exception, SystemExit) as error:  # sys.exit in a target must not end a search as if it had passed
+            if context_ended(self.synchronize):
+                raise ContextLost(f"{where}{told(error)}") from error
+            raise sort_error(error, where) from error

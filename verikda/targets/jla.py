@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from oracles.contract import Contract, operands16, storage16
 from verikda.call import Call, Capabilities, Result
 from verikda.targets.base import TargetError
@@ -43,6 +45,12 @@ class Jla(NumpyFunction):
     def run(self, call: Call) -> Result:
         """Make the call. See `Target.run`."""
         return replace(super().run(call), ran=self._ran)
+
+    def synchronize(self) -> None:
+        """See `FunctionTarget`."""
+        import jax
+
+        jax.device_get(jax.device_put(np.zeros(1)))
 
 
 def library(target: str) -> tuple[Callable[..., Any], str]:

@@ -15,7 +15,7 @@ import numpy as np
 from oracles.problem import Array
 from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
-from verikda.targets.answer import check_array, sort_error
+from verikda.targets.answer import check_array
 from verikda.targets.contracts import Declared
 from verikda.targets.function import FunctionTarget
 from verikda.targets.loading import describe
@@ -59,18 +59,17 @@ class NumpyFunction(FunctionTarget):
             See `Target.run`.
         ValueError
             When the call needs what the signature lacks, or its values are not representable in their dtypes.
+        TargetError
+            When an earlier call has ended the CUDA context, where the function computes on a GPU.
         """
+        self.check_context()
         keywords = self.signature.keywords(call)
         blocks = place_call(call, sig.argument_arrays(call))
         buffers = {name: block.copy() for name, block in blocks.items()}
         for name, block in blocks.items():
             argument = name if name in ("do", "dht") else self.signature.argument(name)
             keywords[argument] = block.view(buffers[name])
-        try:
-            answer = self.function(**keywords)
-        except (Exception, SystemExit) as error:  # as in torch_function.guarded
-            raise sort_error(error) from error
-        found = _named(answer)
+        found = _named(self.guarded(lambda: self.function(**keywords)))
         if "o" not in found:
             raise Malformed(f"returned {', '.join(found) or 'nothing'}; expected at least o")
         for name, value in found.items():

@@ -70,6 +70,16 @@ class Own:
         return replace(inner.run(call), ran=self._ran)
 
 
+class ThroughCupy(NumpyFunction):
+    """A function on NumPy arrays that computes on the current GPU."""
+
+    def synchronize(self) -> None:
+        """See `FunctionTarget`."""
+        import cupy
+
+        cupy.cuda.runtime.deviceSynchronize()
+
+
 def best() -> Own:
     """On the GPU if there is one, else on the CPU.
 
@@ -98,8 +108,7 @@ def host(name: str = "verikda:host") -> Own:
         compiler()
     except CompileError as error:
         raise TargetError(f"{error}; {ADVICE}") from None
-    functions = [NumpyFunction(_with_reverse(f), name) for f in FUNCTIONS]
-    return Own(name, functions, "NumPy on the CPU")
+    return Own(name, [NumpyFunction(_with_reverse(f), name) for f in FUNCTIONS], "NumPy on the CPU")
 
 
 def cuda(name: str = "verikda:cuda") -> Own:
@@ -118,7 +127,7 @@ def cuda(name: str = "verikda:cuda") -> Own:
     if _torch_has_gpu():
         through = [TorchFunction(f, name, capabilities=EVERYTHING, device="cuda") for f in FUNCTIONS]
         return Own(name, through, f"torch on {device}")
-    copied = [NumpyFunction(_with_reverse(f, on_gpu=True), name) for f in FUNCTIONS]
+    copied = [ThroughCupy(_with_reverse(f, on_gpu=True), name) for f in FUNCTIONS]
     notes = {"layouts": "arrays are copied to the GPU, which makes them contiguous; with torch every layout is made"}
     return Own(name, copied, f"CuPy on {device}", replace(EVERYTHING, layouts=("contiguous",), notes=notes))
 
@@ -126,7 +135,8 @@ def cuda(name: str = "verikda:cuda") -> Own:
 def on(kernels: Backend, name: str, capabilities: Capabilities = EVERYTHING) -> Own:
     """On NumPy arrays, through a backend of one's own, such as one of changed sources."""
     on_gpu = kernels.name == "cuda"
-    functions = [NumpyFunction(_with_reverse(f, on_gpu=on_gpu, kernels=kernels), name) for f in FUNCTIONS]
+    kind = ThroughCupy if on_gpu else NumpyFunction
+    functions = [kind(_with_reverse(f, on_gpu=on_gpu, kernels=kernels), name) for f in FUNCTIONS]
     return Own(name, functions, f"changed, on the {'GPU' if on_gpu else 'CPU'}", capabilities)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verikda.call import Call, Capabilities, ContextLost, Malformed, Result
+from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
-from verikda.targets.answer import check_array, sort_error
-from verikda.targets.base import TargetError, told
+from verikda.targets.answer import check_array
+from verikda.targets.base import TargetError
 from verikda.targets.contracts import Declared
 from verikda.targets.fresh_memory import poisoned
 from verikda.targets.function import FunctionTarget
@@ -69,11 +69,7 @@ class TorchFunction(FunctionTarget):
             When an earlier call has ended the CUDA context.
         """
         torch = import_torch(self._name)
-        if not answers(self.device):
-            raise TargetError(
-                f"an earlier call has ended the CUDA context of this process, so target {self._name} cannot be called "
-                "any more; start it again without the call that did"
-            )
+        self.check_context()
         if call.backward and call.problem.do is None and call.problem.dht is None:
             raise ValueError("a call with backward needs do or dht")
         device = self.device
@@ -88,11 +84,11 @@ class TorchFunction(FunctionTarget):
 
         # Without a backward the call is one of inference, where dispatchers may choose other kernels.
         with torch.set_grad_enabled(call.backward), poisoned():
-            answer = guarded(lambda: self.function(**keywords), device)
+            answer = self.guarded(lambda: self.function(**keywords))
             o, ht = outputs(answer, call, self.signature.has("output_final_state"))
             found: dict[str, Any] = {"o": o} if ht is None else {"o": o, "ht": ht}
             if call.backward and (o.requires_grad or not has_tokens(call)):
-                found |= gradients(call, o, ht, views, device)
+                found |= gradients(call, o, ht, views, self.guarded)
 
         changed: list[str] = []
         for name, block in blocks.items():
@@ -105,35 +101,10 @@ class TorchFunction(FunctionTarget):
             layouts={n: b.layout for n, b in blocks.items()},
         )
 
-
-def guarded(call: Callable[[], Any], device: str, where: str = "") -> Any:
-    """The value of `call()`, with its exceptions sorted into refusals, malformed results and crashes.
-
-    Raises
-    ------
-    ContextLost
-        When the device does not answer any more after the call, whatever the call raised.
-    """
-    try:
-        value = call()
-        if device.startswith("cuda"):
-            # Kernels run later; an error of theirs belongs to this call.
-            import_torch("").cuda.synchronize(device)
-        return value
-    except (Exception, SystemExit) as error:  # sys.exit in a target must not end a search as if it had passed
-        if not answers(device):
-            raise ContextLost(f"{where}{told(error)}") from error
-        raise sort_error(error, where) from error
-
-
-def answers(device: str) -> bool:
-    """Whether calls can be made on a device: after an illegal address and the like its CUDA context fails them all."""
-    if device.startswith("cuda"):
-        try:
-            import_torch("").cuda.synchronize(device)
-        except RuntimeError:
-            return False
-    return True
+    def synchronize(self) -> None:
+        """See `FunctionTarget`."""
+        if self.device.startswith("cuda"):
+            import_torch(self._name).cuda.synchronize(self.device)
 
 
 def outputs(answer: Any, call: Call, has_state: bool) -> tuple[Any, Any]:
@@ -164,7 +135,9 @@ def check_tensor(name: str, value: Any, call: Call) -> None:
     check_array(name, tuple(value.shape), dtype_name(value), call)
 
 
-def gradients(call: Call, o: Any, ht: Any, views: Mapping[str, Any], device: str) -> dict[str, Any]:
+def gradients(
+    call: Call, o: Any, ht: Any, views: Mapping[str, Any], guarded: Callable[[Callable[[], Any], str], Any]
+) -> dict[str, Any]:
     """Gradients of <o, do> + <ht, dht> by name; those that autograd does not know are left out."""
     torch = import_torch("")
     roots = {"do": o, "dht": ht}
@@ -178,7 +151,6 @@ def gradients(call: Call, o: Any, ht: Any, views: Mapping[str, Any], device: str
             lambda: torch.autograd.grad(
                 [roots[n] for n in used], list(leaves.values()), [views[n] for n in used], allow_unused=True
             ),
-            device,
             "backward: ",
         )
     found = {}
