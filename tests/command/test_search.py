@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from losing import LOST, Losing
 
-from verikda.call import Call, Capabilities, ContextLost, Crashed, Malformed, Refused, Result
+from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
 from verikda.case import Case
 from verikda.checks import BY_NAME, CHECKS, named
 from verikda.finding import Finding
@@ -261,31 +262,16 @@ def test_another_call_that_fails_first_keeps_no_check_from_running(error: Except
     assert [(o.check, o.verdict == "pass") for o in report.outcomes] == [("v_first", False), ("repeat", True)]
 
 
-class Device:
-    """Loses its context in the first call that `ends`; whatever is called after it is a fault of this test."""
-
-    def __init__(self, ends: Any) -> None:
-        self.ends, self.calls = ends, 0
-
-    def __call__(self, call: Call, run: Any) -> Result:
-        assert self.calls >= 0, "a call after the one that ended the context"
-        self.calls += 1
-        if self.ends(call, self.calls):
-            self.calls = -1
-            raise ContextLost("AcceleratorError: CUDA error: an illegal memory access was encountered")
-        return run(call)
-
-
 def test_a_call_that_ends_the_context_ends_the_search_with_its_case_as_it_was() -> None:
     """Shrinking could only go to a case that fails like every call after it."""
     seen: list[Any] = []
-    device = Device(lambda call, n: n > 20 and call.problem.q.shape[-1] > 2)
+    target = Losing(lambda call, n: n > 20 and call.problem.q.shape[-1] > 2)
     settings = Settings(cases=60, stratified=40, seed=3)
-    summary = Search(Odd(device), settings, on_report=seen.append).run()
+    summary = Search(target, settings, on_report=seen.append).run()
     (finding,) = summary.findings
     assert finding.case == finding.found_in == seen[-1].case
     assert not finding.minimal
-    assert finding.failures[0].message.startswith("the call ended the CUDA context: AcceleratorError: ")
+    assert finding.failures[0].message == f"the call ended the CUDA context: {LOST}"
     count = len(seen)
     assert sum(summary.verdicts.values()) == count < 60
     assert summary.lost == [f"share 1 of 1 ended after {count} of its 60 cases, because a call ended the CUDA context"]
@@ -293,20 +279,20 @@ def test_a_call_that_ends_the_context_ends_the_search_with_its_case_as_it_was() 
 
 
 def test_hypothesis_calls_nothing_after_the_context_has_ended() -> None:
-    device = Device(lambda call, n: n > 12)
-    summary = Search(Odd(device), Settings(cases=40, stratified=4, checks=named(("floor",)))).run()
+    target = Losing(lambda call, n: n > 12)
+    summary = Search(target, Settings(cases=40, stratified=4, checks=named(("floor",)))).run()
     assert len(summary.findings) == len(summary.lost) == 1
     assert sum(summary.verdicts.values()) == 13
 
 
 def test_a_context_that_ends_while_another_failure_is_shrunk_is_a_finding_too() -> None:
     def wrong(call: Call, run: Any) -> Result:
-        result = device(call, run)
+        result = run(call)
         return replace(result, outputs={n: 1.5 * x if n == "o" else x for n, x in result.outputs.items()})
 
-    device = Device(lambda call, n: call.problem.q.shape[1] == 1)
+    target = Losing(lambda call, n: call.problem.q.shape[1] == 1, Odd(wrong))
     first = Case(lengths=(33,), K=4, V=4)
-    summary = Search(Odd(wrong), Settings(cases=20, checks=named(("floor",))), first=(first,)).run()
+    summary = Search(target, Settings(cases=20, checks=named(("floor",))), first=(first,)).run()
     context, value = summary.findings
     assert (context.failures[0].output, context.case.T, context.minimal) == ("call", 1, False)
     assert (value.failures[0].output, value.found_in, value.minimal) == ("o", first, False)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from losing import LOST, Losing
 
-from verikda.call import Call, ContextLost
+from verikda.call import Call
 from verikda.choose import choose_listed
 from verikda.cli import main
 from verikda.finding import load_case
@@ -156,23 +157,14 @@ def test_the_order_of_probes_is_fixed() -> None:
 @pytest.mark.usefixtures("_few")
 @pytest.mark.parametrize("only", ["frontier", "drift", "pool"])
 def test_a_call_that_ends_the_cuda_context_is_told_and_fails(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dying(ZooTarget):
-        calls = 0
-
-        def run(self, call: Call) -> Any:
-            self.calls += 1
-            if self.calls == 1:
-                raise ContextLost("AcceleratorError: an illegal memory access was encountered")
-            raise TargetError("an earlier call has ended the CUDA context")
-
-    monkeypatch.setattr(command, "resolve", lambda name, contract=None: Dying(Fault.NONE))
+    monkeypatch.setattr(command, "resolve", lambda name, contract=None: Losing(lambda call, n: n == 1))
     result = verikda("probe", "zoo", "--only", only, "--json", "p.jsonl", "--tokens", "64")
     assert result.exit_code == 1, result.output
     said = " ".join(result.output.split())
     assert "a call ended the CUDA context (" in said
-    assert "an illegal memory access was encountered; nothing can be run after it in this process" in said
+    assert f"{LOST}; nothing can be run after it in this process" in said
     kinds = {line["kind"]: line for line in lines("p.jsonl")}
-    assert "illegal memory access" in kinds["lost"]["detail"]
+    assert LOST in kinds["lost"]["detail"]
     assert kinds["end"]["verdict"] == "fail"
 
 

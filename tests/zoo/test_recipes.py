@@ -142,18 +142,9 @@ def test_the_command_says_which_faults_a_target_has(tmp_path: Path) -> None:
 
 ENDING = """
 import os
-from pathlib import Path
-from verikda.call import ContextLost
-from verikda.zoo.target import ZooTarget
+from losing import Losing
 
-class Ending(ZooTarget):
-    lost = False
-    def run(self, call):
-        assert not self.lost, "a call after the one that ended the context"
-        if call.state_v_first:
-            self.lost = True
-            {end}
-        return super().run(call)
+ending = Losing(lambda call, n: call.state_v_first and {end})
 """
 FOUR = [x for name in ("DQ_OFF", "STATE_V_FIRST_NOT_READ", "DV_OFF", "DK_OFF") for x in ("--fault", name)]
 
@@ -175,8 +166,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_recipe_that_ends_the_context_ends_the_run(jobs: str, in_a_folder: None) -> None:
-    Path("ending.py").write_text(ENDING.format(end="raise ContextLost('CUDA error: misaligned address')"))
-    result = zoo("ending:Ending", *FOUR, "--jobs", jobs)
+    Path("ending.py").write_text(ENDING.format(end="True"))
+    result = zoo("ending:ending", *FOUR, "--jobs", jobs)
     assert result.exit_code == 1, result.output
     assert "ended after 2 of 4: STATE_V_FIRST_NOT_READ: a call ended the CUDA context" in result.output
     assert "2 known faults: 1 pass, 1 fail" in result.output
@@ -185,7 +176,7 @@ def test_a_recipe_that_ends_the_context_ends_the_run(jobs: str, in_a_folder: Non
 
 def test_a_process_that_ends_leaves_what_was_told_and_is_no_pass(in_a_folder: None) -> None:
     Path("ending.py").write_text(ENDING.format(end="os._exit(7)"))
-    result = zoo("ending:Ending", "--fault", "DQ_OFF", "--fault", "STATE_V_FIRST_NOT_READ", "--jobs", "2")
+    result = zoo("ending:ending", "--fault", "DQ_OFF", "--fault", "STATE_V_FIRST_NOT_READ", "--jobs", "2")
     assert result.exit_code == 2, result.output
     assert " of 2: one of 2 processes ended with exit status 7 before its work; " in result.output
     assert " zoo:NONE: " in result.output.splitlines()[-1]
