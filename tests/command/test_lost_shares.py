@@ -27,15 +27,15 @@ from losing import Losing
 from verikda.zoo.faults import Fault
 from verikda.zoo.target import ZooTarget
 
-def third(call, n):
-    if n == 3:
+def ends(call, n):
+    if n == {nth}:
         try:
             Path("died").touch(exist_ok={all})
         except FileExistsError:
             return False
         return {end}
 
-dying = Losing(third, ZooTarget(Fault.{fault}))
+dying = Losing(ends, ZooTarget(Fault.{fault}))
 """
 
 
@@ -45,10 +45,10 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def run(
-    end: str, *words: str, fault: str = "NONE", everyone: bool = False, jobs: str = "2"
+    end: str, *words: str, fault: str = "NONE", everyone: bool = False, jobs: str = "2", nth: int = 3
 ) -> subprocess.CompletedProcess[str]:
-    """A command on a target whose third call is `end`: in the first process that makes it, or in every one."""
-    Path("dying.py").write_text(TARGET.format(end=end, fault=fault, all=everyone))
+    """A command on a target whose nth call is `end`: in the first process that makes it, or in every one."""
+    Path("dying.py").write_text(TARGET.format(end=end, fault=fault, all=everyone, nth=nth))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     command = [sys.executable, "-m", *words, "--jobs", jobs, "--json", "run.jsonl"]
     with Path("out").open("w") as out, Path("err").open("w") as err:  # a pipe would wait for what the target forked
@@ -139,7 +139,7 @@ def test_false_alarm_shows_the_shares_that_have_ended() -> None:
 
 
 def test_a_report_keeps_its_record_and_says_how() -> None:
-    done = run("os._exit(7)", "verikda", "report", "dying:dying", everyone=True)
+    done = run("os._exit(7)", "verikda", "report", "dying:dying", everyone=True, nth=1)
     assert done.returncode == 2
     assert done.stderr == (
         "verikda: one of 2 processes ended with exit status 7 before its work; "
