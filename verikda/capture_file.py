@@ -16,7 +16,7 @@ import numpy as np
 from oracles.problem import Problem
 from oracles.validate import check_problem
 from verikda.call import Call
-from verikda.targets.memory import DTYPES
+from verikda.dtypes import NUMPY_DTYPES
 
 SCHEMA = 1
 HEADER = "verikda"
@@ -91,7 +91,7 @@ def _read(path: Path) -> tuple[object, dict[str, tuple[str, np.ndarray[Any, Any]
         dtype = _KINDS.get(tensor["dtype"])
         if dtype is None:
             raise ValueError(f"{name} is {tensor['dtype']}; a call has {', '.join(_KINDS)}")
-        raw = np.frombuffer(tensor["data"], DTYPES[dtype]).reshape(tensor["shape"])
+        raw = np.frombuffer(tensor["data"], NUMPY_DTYPES[dtype]).reshape(tensor["shape"])
         tensors[name] = (dtype, raw.astype(np.int64 if dtype.startswith("int") else np.float64))
     return said, tensors
 

@@ -1,4 +1,4 @@
-"""The three number formats of a call: rounding to them, their spacing, their bits.
+"""The three number formats of a call: rounding to them, their spacing, their bits; and NumPy's dtypes.
 
 Values live in float64 throughout this package and are rounded to their format once,
 directly from float64 (no float32 in between, which would round twice), to nearest, ties to even.
@@ -6,8 +6,11 @@ directly from float64 (no float32 in between, which would round twice), to neare
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from oracles import rounding
@@ -24,14 +27,12 @@ class Format:
     precision : significand bits, the hidden one included.
     emin : exponent of the smallest normal number, 2**emin.
     largest : largest finite number.
-    bits : width in memory.
     """
 
     name: str
     precision: int
     emin: int
     largest: float
-    bits: int
 
     @property
     def unit_roundoff(self) -> float:
@@ -45,10 +46,19 @@ class Format:
 
 
 FORMATS = {
-    "float16": Format("float16", 11, -14, 65504.0, 16),
-    "bfloat16": Format("bfloat16", 8, -126, 2.0**128 - 2.0**120, 16),
-    "float32": Format("float32", 24, -126, 2.0**128 - 2.0**104, 32),
+    "float16": Format("float16", 11, -14, 65504.0),
+    "bfloat16": Format("bfloat16", 8, -126, 2.0**128 - 2.0**120),
+    "float32": Format("float32", 24, -126, 2.0**128 - 2.0**104),
 }
+
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+}
+"""What NumPy calls each dtype of an argument, offsets included."""
 
 
 def format_of(dtype: str) -> Format:
@@ -105,32 +115,6 @@ def to_hex(value: float, dtype: str) -> str:
     """
     if not is_representable(value, dtype):
         raise ValueError(f"{value!r} is not a {dtype} number; round it with round_to first")
-    if dtype == "float16":
-        return f"0x{int(np.float16(value).view(np.uint16)):04x}"
-    word = int(np.float32(value).view(np.uint32))
-    return f"0x{word >> 16:04x}" if dtype == "bfloat16" else f"0x{word:08x}"
-
-
-def from_hex(text: str, dtype: str) -> float:
-    """The number whose bit pattern in `dtype` is `text`: inverse of `to_hex`.
-
-    Raises
-    ------
-    ValueError
-        If `text` is not a hexadecimal number of the width of `dtype`.
-    """
-    bits = format_of(dtype).bits
-    try:
-        word = int(text, 16)
-    except ValueError:
-        word = -1
-    if not 0 <= word < 2**bits:
-        raise ValueError(f"{text!r} is not the bit pattern of a {dtype}; write {bits // 4} hexadecimal digits after 0x")
-    if dtype == "float16":
-        return float(np.uint16(word).view(np.float16))
-    return float(np.uint32(word << 16 if dtype == "bfloat16" else word).view(np.float32))
-
-
-def show(value: float, dtype: str) -> str:
-    """`value` in decimal and in the bits of `dtype`: what a failure message prints."""
-    return f"{value:.9g} ({to_hex(value, dtype)})"
+    kind = NUMPY_DTYPES[dtype]
+    word = int(np.array(value, kind).view(f"u{kind.itemsize}"))
+    return f"0x{word:0{2 * kind.itemsize}x}"

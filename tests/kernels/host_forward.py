@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from kernels_cuda.forward import Forward, forward
 from kernels_cuda.modules import Backend
 from verikda.call import Call
+from verikda.dtypes import NUMPY_DTYPES
 
-DTYPES: dict[str, Any] = {
-    "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "int64": np.int64, "int32": np.int32,
-}  # fmt: skip
 GUARD = 64
 FILL = 0x7F
 
@@ -34,18 +31,18 @@ class Arena:
         self._inputs: list[tuple[str, np.ndarray, bytes]] = []
 
     def _new(self, shape: tuple[int, ...], dtype: str, offset: int) -> np.ndarray:
-        size = int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize
+        size = int(np.prod(shape)) * NUMPY_DTYPES[dtype].itemsize
         raw = np.full(size + 2 * GUARD + 32, FILL, np.uint8)
         start = -raw.ctypes.data % 16 + GUARD + offset
         self._raw.append((raw, start, start + size))
         raw[start : start + size] = 0xFF
-        array = raw[start : start + size].view(DTYPES[dtype]).reshape(shape)
+        array = raw[start : start + size].view(NUMPY_DTYPES[dtype]).reshape(shape)
         return array
 
     def put(self, name: str, values: np.ndarray, dtype: str) -> int:
         """Address of a copy of `values` in `dtype`."""
         array = self._new(values.shape, dtype, self.offset)
-        array[...] = values.astype(DTYPES[dtype])
+        array[...] = values.astype(NUMPY_DTYPES[dtype])
         self._inputs.append((name, array, array.tobytes()))
         return array.ctypes.data if array.size else 0
 

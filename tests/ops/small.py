@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from oracles.problem import Problem
+from verikda.dtypes import NUMPY_DTYPES
 
-FLOATS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 CHUNK = 16
 """Tests share chunk size and K, V <= 16, so that few kernel instances are compiled."""
 
@@ -37,7 +36,7 @@ def make(
     r = np.random.default_rng(3)
 
     def draw(*shape: int, scale: float = 1.0, kind: str = dtype) -> Any:
-        return (scale * r.normal(size=shape)).astype(FLOATS[kind]).astype(np.float64)
+        return (scale * r.normal(size=shape)).astype(NUMPY_DTYPES[kind]).astype(np.float64)
 
     N = B if offsets is None else len(offsets) - 1
     p = Problem(
@@ -83,7 +82,8 @@ def in_numpy(dtype: str = "float32", **own: str) -> Callable[[str, np.ndarray], 
     def convert(name: str, x: np.ndarray) -> Any:
         if x.dtype == np.int64:
             return x.astype(own.get(name, "int64"))
-        return np.ascontiguousarray(x, FLOATS[own.get(name, dtype if name in ("q", "k", "v", "do") else "float32")])
+        kind = own.get(name, dtype if name in ("q", "k", "v", "do") else "float32")
+        return np.ascontiguousarray(x, NUMPY_DTYPES[kind])
 
     return convert
 

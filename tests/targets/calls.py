@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from oracles.problem import Problem
 from verikda.call import Call
-
-FLOATS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+from verikda.dtypes import NUMPY_DTYPES
 
 
 def rounded(x: Any, dtype: str) -> np.ndarray:
     """Float64 values of `dtype`."""
-    return np.asarray(x).astype(FLOATS[dtype]).astype(np.float64)
+    return np.asarray(x).astype(NUMPY_DTYPES[dtype]).astype(np.float64)
 
 
 def make(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from verikda.case import LAYOUTS
-from verikda.targets.memory import ALIGNMENT, DTYPES, GUARD_ROWS, place, place_call, poison_value
+from verikda.dtypes import NUMPY_DTYPES
+from verikda.targets.memory import ALIGNMENT, GUARD_ROWS, place, place_call, poison_value
 
 VALUES = np.arange(2 * 3 * 4 * 5, dtype=np.float64).reshape(2, 3, 4, 5)
 
@@ -18,7 +19,7 @@ VALUES = np.arange(2 * 3 * 4 * 5, dtype=np.float64).reshape(2, 3, 4, 5)
 def test_every_layout_shows_the_values(name, layout, dtype):
     block = place(name, VALUES, dtype, layout, np.nan)
     view = block.view(block.copy())
-    assert view.dtype == DTYPES[dtype]
+    assert view.dtype == NUMPY_DTYPES[dtype]
     assert np.array_equal(view.astype(np.float64), VALUES)
     outside = np.ones(block.buffer.size, bool)
     block.view(outside)[...] = False
@@ -94,9 +95,9 @@ def test_changes_compares_bits():
 
 
 def test_poison_outside_the_range_is_the_largest_number():
-    assert poison_value(1e30, DTYPES["float16"]) == 65504
-    assert float(poison_value(1e30, DTYPES["float32"])) == pytest.approx(1e30)
-    assert float(poison_value(-np.inf, DTYPES["float16"])) == -np.inf
+    assert poison_value(1e30, NUMPY_DTYPES["float16"]) == 65504
+    assert float(poison_value(1e30, NUMPY_DTYPES["float32"])) == pytest.approx(1e30)
+    assert float(poison_value(-np.inf, NUMPY_DTYPES["float16"])) == -np.inf
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from oracles.problem import Problem
 from verikda.call import Call
-from verikda.targets.memory import DTYPES
+from verikda.dtypes import NUMPY_DTYPES
 
 Array = npt.NDArray[np.float64]
 
@@ -72,7 +72,7 @@ def make_call(
     if edit is not None:
         edit(a)
     dtypes = {n: dtype if n in ("q", "k", "v", "do") else g_dtype if n == "g" else "float32" for n in a}
-    a = {n: x.astype(DTYPES[dtypes[n]]).astype(np.float64) for n, x in a.items()}
+    a = {n: x.astype(NUMPY_DTYPES[dtypes[n]]).astype(np.float64) for n, x in a.items()}
     more: dict[str, Any] = {}
     if packed:
         more["cu_seqlens"] = np.cumsum([0, *lengths], dtype=np.int64)

@@ -9,12 +9,10 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
-import ml_dtypes
 import numpy as np
 
-NUMPY_DTYPES: dict[str, Any] = {
-    "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "int32": np.int32, "int64": np.int64,
-}  # fmt: skip
+from verikda.dtypes import NUMPY_DTYPES
+
 ALIGNMENT = 16
 """Bytes; what the launch plans ask of a new buffer."""
 
@@ -81,7 +79,7 @@ class NumpyArrays:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """See `Arrays`."""
-        kind = np.dtype(NUMPY_DTYPES[dtype])
+        kind = NUMPY_DTYPES[dtype]
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         raw = np.full(size + ALIGNMENT, 0xFF, np.uint8)  # NaN in every floating dtype, until a kernel writes it
         start = -raw.ctypes.data % ALIGNMENT

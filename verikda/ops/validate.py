@@ -24,8 +24,6 @@ FLOATS = ("float16", "bfloat16", "float32")
 CHUNK_SIZES = (16, 32, 64)
 MAX_CHANNELS = 256
 LARGEST = FORMATS["float32"].largest
-PUBLIC = {"h0": "initial_state"}
-"""Names of arguments that differ from those of the launch plan."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from oracles.contract import chunked32
 from oracles.noisy import LN2
 from oracles.problem import Array
 from verikda.call import Call
+from verikda.dtypes import NUMPY_DTYPES
 from verikda.inputs import make_call
 from verikda.ops import engine
-from verikda.ops.arrays import NUMPY_DTYPES
 from verikda.ops.engine import Ready
 from verikda.ops.validate import check_call
 from verikda.permits import permits

@@ -12,21 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from verikda.call import Call
+from verikda.dtypes import FORMATS, NUMPY_DTYPES
 
 Buffer = npt.NDArray[Any]
-
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-}
 
 ALIGNMENT = 64
 """Bytes; the first element of every layout but "misaligned" starts on such a boundary."""
@@ -87,7 +79,7 @@ def poison_value(poison: float | None, dtype: np.dtype[Any]) -> Any:
     """`poison` as a floating dtype; beyond its range the largest finite value, None is zero."""
     if poison is None:
         return dtype.type(0)
-    limit = float(ml_dtypes.finfo(dtype).max)
+    limit = FORMATS[dtype.name].largest
     return dtype.type(max(-limit, min(limit, poison)) if math.isfinite(poison) else poison)
 
 
@@ -106,7 +98,7 @@ def place(
     ----------
     name : the input's name in `Problem`.
     values : float64 or integers, each representable in `dtype`.
-    dtype : a key of `DTYPES`.
+    dtype : a key of `NUMPY_DTYPES`.
     layout : one of `verikda.case.LAYOUTS`.
     poison : fills guard zones, skipped elements and rows at or after `used_rows`; None leaves such rows as they
         are and fills the rest with zeros.
@@ -119,9 +111,9 @@ def place(
     ValueError
         When a value is not representable in `dtype`, or the layout or dtype is not known.
     """
-    kind = DTYPES.get(dtype)
+    kind = NUMPY_DTYPES.get(dtype)
     if kind is None:
-        raise ValueError(f"{name}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"{name}: dtype {dtype!r} is not one of {', '.join(NUMPY_DTYPES)}")
     typed = _exact(name, values, kind, dtype)
     filler = kind.type(integer_poison) if kind.kind == "i" else poison_value(poison, kind)
     if used_rows is not None and poison is not None:
