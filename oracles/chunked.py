@@ -43,13 +43,6 @@ class Trace:
     intermediates: dict[str, Floats] = field(default_factory=dict)
 
 
-NOTES = {
-    "g": "Gamma", "Aqk": "Aqk", "Akk": "A", "w": "W", "u": "U", "qg": "Qg", "kg": "Kg", "v_new": "Vnew", "h": "S",
-    "dAqk": "dAqk", "dAkk": "dA", "dw": "dW", "du": "dU", "dh": "dS",
-}  # fmt: skip
-"""Names in the reading notes and in public code: names in the equations."""
-
-
 def emulate(
     problem: Problem,
     contract: Contract,

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from verikda import case_rules, regimes
+from verikda import case_rules
 from verikda.case_rules import DTYPES, H0, LAYOUTS, TENSORS
 
 __all__ = ["DTYPES", "H0", "LAYOUTS", "SCHEMA", "TENSORS", "Case", "parse_json"]
@@ -158,12 +158,6 @@ class Case:
         if self.dht:
             shapes["dht"] = (N, HV, K, V)
         return shapes
-
-    @property
-    def stable_regimes(self) -> bool:
-        """Whether every regime stays in the stable domain: g <= 0 and beta |k|^2 <= 2 (overrides not looked at)."""
-        gate = self.rule == "delta" or regimes.GATES[self.gate_regime].stable
-        return gate and (regimes.KEYS[self.key_regime].stable or self.qk_l2norm)
 
     def validate(self) -> None:
         """Check every field and every combination.

@@ -24,7 +24,8 @@ class CaseReport:
     skipped : reason per check that could not run on this case.
     ran : what the target says it ran.
     contract : what it was judged under, without the chunk size; "" where nothing was told.
-    calls : calls of the target.    seconds : wall time, oracle and floor included.
+    calls : calls of the target.
+    seconds : wall time, oracle and floor included.
     """
 
     case: Case
