@@ -12,8 +12,7 @@ from pathlib import Path
 
 from verikda import show
 from verikda.capture_calls import KNOWN, Capture
-
-KEPT, FAILED, NOTHING = 0, 1, 2
+from verikda.status import FAIL, NOTHING, PASS
 
 
 def installed() -> list[str]:
@@ -71,13 +70,13 @@ def _run(script: Path) -> int:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            return end.code or KEPT
+            return end.code or PASS
         print(end.code, file=sys.stderr)
-        return FAILED
+        return FAIL
     except (Exception, KeyboardInterrupt) as error:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
             frames = frames.tb_next
         traceback.print_exception(error.with_traceback(frames or error.__traceback__))
-        return FAILED
-    return KEPT
+        return FAIL
+    return PASS

@@ -22,12 +22,12 @@ from verikda.profiles import PROFILES
 from verikda.record import Record, case_line, check_folders, check_outputs
 from verikda.run_case import CaseReport, run_call, verdict_of
 from verikda.search import Search, Settings, Summary
+from verikda.status import PASS, status_of
 from verikda.targets import available, made_here, resolve
 from verikda.targets.contracts import DEFAULT, NAMES
 from verikda.targets.function import FunctionTarget
 from verikda.worst import Corpus
 
-PASS, FAIL, NOTHING = 0, 1, 2
 _TOLD = ("cases", "stratified", "long", "coherent", "brink", "turns", "seconds", "limit", "seed")
 """Settings that a record opens with."""
 
@@ -150,7 +150,7 @@ def report_summary(out: Console, summary: Summary, limit: float) -> int:
     )
     if total and summary.verdict == "inconclusive" and not summary.verdicts["pass"]:
         out.print("No case could tell right from wrong: see the reasons above, or give more cases.")
-    return {"pass": PASS, "fail": FAIL}.get(summary.verdict, NOTHING)
+    return status_of(summary.verdict)
 
 
 def replay_command(file: Path, target_name: str | None, snippet: Path | None, contract: str | None) -> int:
@@ -202,7 +202,7 @@ def replay_command(file: Path, target_name: str | None, snippet: Path | None, co
         show.say(out, text)
     verdict = verdict_of(outcomes)
     out.print(f"{show.coloured(verdict)}  {target.name}")
-    return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)
+    return status_of(verdict)
 
 
 def forward_only(call: Call) -> Call:

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from verikda import __version__
+from verikda.status import NOTHING
 
-FOUND, UNUSABLE = 1, 2
 DEFAULT_FINDINGS = Path("verikda-findings")
 DEFAULT_WORST = Path("reports/worst")
 
@@ -23,7 +23,7 @@ DEFAULT_WORST = Path("reports/worst")
 class Unusable(click.ClickException):
     """Input that cannot be used: one line, exit status 2."""
 
-    exit_code = UNUSABLE
+    exit_code = NOTHING
 
     def show(self, file: Any = None) -> None:
         click.echo(f"verikda: {self.message}", err=True)

@@ -11,13 +11,14 @@ from verikda.bench.compile_ahead import compile_ahead
 from verikda.bench.gpu import REPEATS, Device, DeviceLostError, cuda_torch
 from verikda.bench.output import markdown, write_pytest_benchmark
 from verikda.bench.peers import chosen
-from verikda.bench.rows import FOUND, Row, exit_status
+from verikda.bench.rows import Row, exit_status
 from verikda.bench.run import bench
 from verikda.bench.workloads import MODES, workloads
 from verikda.choose import choose
 from verikda.environment import environment
 from verikda.interrupts import held
 from verikda.record import Record, check_outputs
+from verikda.status import FAIL
 
 
 def bench_command(
@@ -87,5 +88,5 @@ def bench_command(
     if lost:
         reached = len({row.workload for row in final})
         show.say(out, f"ended in workload {reached} of {len(todo)}: {lost}")
-        return FOUND
+        return FAIL
     return exit_status(final)

@@ -10,8 +10,8 @@ from typing import Any
 
 from oracles.problem import Array
 from verikda.bench.workloads import Mode, Workload, relative_l2
+from verikda.status import FAIL, NOTHING, PASS
 
-TIMED, FOUND, NOTHING = 0, 1, 2
 REL_LIMIT = 2e-2
 """Relative L2 beyond which a target is not timed; bfloat16 kernels are known to reach 3e-3 to 6e-3 in o."""
 
@@ -122,7 +122,7 @@ def compare(row: Row, found: Mapping[str, Array], wanted: Mapping[str, Array], b
 
 
 def exit_status(rows: Sequence[Row]) -> int:
-    """FOUND where a target was wrong or crashed, NOTHING where nothing was timed, else TIMED."""
+    """FAIL where a target was wrong or crashed, NOTHING where nothing was timed, else PASS."""
     if any(r.reason.startswith(("wrong", "crashed")) for r in rows):
-        return FOUND
-    return TIMED if any(r.times for r in rows) else NOTHING
+        return FAIL
+    return PASS if any(r.times for r in rows) else NOTHING

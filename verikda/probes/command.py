@@ -16,7 +16,6 @@ from rich.markup import escape
 
 from verikda import show
 from verikda.call import Call, ContextLost, Result
-from verikda.checking import FAIL, NOTHING, PASS
 from verikda.choose import choose_listed
 from verikda.environment import environment
 from verikda.finding import Finding, message
@@ -26,6 +25,7 @@ from verikda.probes.pool import pool_machine
 from verikda.probes.pool_run import EXAMPLES, STEPS, PoolReport, run_pool
 from verikda.record import Record, check_folders, check_outputs
 from verikda.run_case import CaseReport
+from verikda.status import status_of
 from verikda.targets import resolve
 from verikda.targets.base import Target, TargetError
 
@@ -118,7 +118,7 @@ def probe_command(
     run.record.close()
     stopped = " (interrupted)" if interrupted else ""
     run.out.print(f"{show.coloured(verdict)}  {escape(target.name)}: {', '.join(chosen)}{stopped}")
-    return {"pass": PASS, "fail": FAIL}.get(verdict, NOTHING)
+    return status_of(verdict)
 
 
 def _frontier(run: _Run) -> None:

@@ -16,9 +16,8 @@ from verikda.record import Record, check_outputs, plain
 from verikda.report.grid import GRIDS
 from verikda.report.lines import read_all
 from verikda.report.run import items, measure_all
+from verikda.status import FAIL, NOTHING, PASS
 from verikda.targets import resolve
-
-PASS, FAIL, NOTHING = 0, 1, 2
 
 
 def report_command(

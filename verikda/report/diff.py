@@ -18,9 +18,9 @@ from rich.markup import escape
 from verikda import show
 from verikda.case import Case
 from verikda.report.lines import Line, number, read_lines
+from verikda.status import FAIL, PASS
 from verikda.strategies import describe
 
-SAME, WORSE, NOTHING = 0, 1, 2
 RANK = {"pass": 0, "not run": 1, "refused": 1, "inconclusive": 1, "fail": 2}
 Key = tuple[str, str, str]
 """(target, what is measured, where): the last two in words."""
@@ -217,4 +217,4 @@ def diff_command(before: Path, after: Path, factor: float) -> int:
             out.print(f"{n} numbers are only in {path}", markup=False)
     better = len(changes) - len(worse)
     out.print(f"{len(common)} numbers compared: {len(worse)} worse, {better} better (factor {factor:g})")
-    return WORSE if worse else SAME
+    return FAIL if worse else PASS

@@ -11,11 +11,9 @@ from rich.markup import escape
 from verikda import show
 from verikda.environment import environment
 from verikda.record import Record, check_outputs
+from verikda.status import FAIL, PASS
 from verikda.zoo import kills, matrix, page, rivals, tables
 from verikda.zoo.specimens import HEALTHY, SPECIMENS, specimen
-
-PASS, FAIL = 0, 1
-
 
 NUMPY = ("python", "boundary")
 """Where faults are planted that need nothing compiled: what is taken unless the user says otherwise."""

@@ -19,13 +19,12 @@ from verikda.finding import Finding
 from verikda.interrupts import processes
 from verikda.record import check_folders
 from verikda.run_case import run_case
+from verikda.status import NOTHING, PASS, status_of
 from verikda.targets import resolve
 from verikda.targets.base import Target
 from verikda.zoo.faults import Fault
 from verikda.zoo.recipes import RECIPES, fitted
 from verikda.zoo.specimens import SPECIMENS, Specimen
-
-PASS, FAIL, NOTHING = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -165,4 +164,4 @@ def _printed(out: Console, name: str, results: list[Known], files: dict[Path, li
     verdict = "fail" if counts["fail"] else "pass" if counts["pass"] else "inconclusive"
     told = ", ".join(f"{n} {v}" for v, n in counts.most_common())
     out.print(f"{show.coloured(verdict)}  {name}: {len(results)} known faults: {told}")
-    return {"fail": FAIL, "pass": PASS}.get(verdict, NOTHING)
+    return status_of(verdict)
