@@ -30,9 +30,7 @@ def cache_dir() -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(
-            f"cannot make the kernel cache {path} ({error}); set VERIKDA_CACHE to a writable directory"
-        ) from error
+        raise OSError(f"cannot make the kernel cache {path} ({error}); {_ADVICE}") from error
     if not os.access(path, os.W_OK):
         raise OSError(f"the kernel cache {path} is not writable; {_ADVICE}")
     return path

@@ -211,10 +211,6 @@ def _copy(tensor: Any) -> Any:
         from verikda.targets.torch_function import from_numpy
 
         return from_numpy(np.array(tensor.get() if hasattr(tensor, "get") else tensor, order="C"))
-    return tensor.detach().cpu().clone(memory_format=_contiguous())
-
-
-def _contiguous() -> Any:
     import torch
 
-    return torch.contiguous_format
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

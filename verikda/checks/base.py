@@ -219,6 +219,16 @@ def outcome(check: str, failures: list[Failure], **more: object) -> Outcome:
     return Outcome(check, "fail" if failures else "pass", tuple(failures), **more)  # type: ignore[arg-type]
 
 
+def failures_of(check: str, judgement: Judgement, what: str = "") -> tuple[Failure, ...]:
+    """What a judgement of values fails; `what` opens each message."""
+    opening = f"{what}: " if what else ""
+    return tuple(
+        Failure(check, v.output, opening + v.message, v.coordinate, v.expected, v.actual, v.dtype, v.ratio)
+        for v in judgement.outputs.values()
+        if v.verdict == "fail"
+    )
+
+
 def same(
     ctx: Context,
     check: str,
@@ -240,9 +250,4 @@ def same(
     if not failures or ctx.capabilities.shape_invariant or missing:
         return outcome(check, failures)
     judgement = ctx.judge(result, call)
-    wrong = tuple(
-        Failure(check, v.output, f"{what}: {v.message}", v.coordinate, v.expected, v.actual, v.dtype, v.ratio)
-        for v in judgement.outputs.values()
-        if v.verdict == "fail"
-    )
-    return Outcome(check, judgement.verdict, wrong, {}, judgement.detail)
+    return Outcome(check, judgement.verdict, failures_of(check, judgement, what), {}, judgement.detail)

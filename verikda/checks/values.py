@@ -13,7 +13,7 @@ import numpy as np
 
 from oracles.problem import Array
 from verikda.call import Call, Malformed, Result
-from verikda.checks.base import Check, Context, Failure, Outcome, always
+from verikda.checks.base import Check, Context, Failure, Outcome, always, failures_of
 from verikda.checks.transform import TOKENS, revised
 from verikda.floor import Judgement
 from verikda.inputs import SAFE_GATE
@@ -21,13 +21,8 @@ from verikda.inputs import SAFE_GATE
 
 def from_judgement(check: str, judgement: Judgement, detail: str = "") -> Outcome:
     """Turn a judgement of values into an outcome."""
-    failures = tuple(
-        Failure(check, v.output, v.message, v.coordinate, v.expected, v.actual, v.dtype, v.ratio)
-        for v in judgement.outputs.values()
-        if v.verdict == "fail"
-    )
     ratios = {v.output: v.ratio for v in judgement.outputs.values() if v.ratio is not None}
-    return Outcome(check, judgement.verdict, failures, ratios, detail or judgement.detail)
+    return Outcome(check, judgement.verdict, failures_of(check, judgement), ratios, detail or judgement.detail)
 
 
 def promised(ctx: Context) -> tuple[str, ...]:
