@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from command_line import verikda
 
 from verikda import show, targets
 from verikda.case import Case
@@ -33,12 +34,6 @@ QUICK = ("--cases", "4", "--checks", "floor")
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
     monkeypatch.chdir(tmp_path)
-
-
-def verikda(*words: object) -> Result:
-    result = CliRunner().invoke(main, [str(w) for w in words])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def process(*words: object, module: bool = True) -> subprocess.CompletedProcess[str]:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import verikda
 from losing import LOST, Losing
 
 from verikda.call import Call
 from verikda.choose import choose_listed
-from verikda.cli import main
 from verikda.finding import load_case
 from verikda.probes import command
 from verikda.probes.frontier import Frontier, frontier
@@ -48,12 +47,6 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 command_run_pool = command.run_pool
-
-
-def verikda(*words: str) -> Result:
-    result = CliRunner().invoke(main, list(words))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def lines(path: str) -> list[dict[str, Any]]:

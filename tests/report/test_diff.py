@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import verikda
 from report_lines import lines, write
-
-from verikda.cli import main
 
 Lines = list[dict[str, Any]]
 
@@ -30,9 +29,7 @@ BENCH: Lines = [
 
 def diff(tmp_path: Path, before: Lines, after: Lines, *words: str) -> Result:
     a, b = write(tmp_path / "a.jsonl", before), write(tmp_path / "b.jsonl", after)
-    result = CliRunner().invoke(main, ["diff", str(a), str(b), *words])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+    return verikda("diff", a, b, *words)
 
 
 def changed(some: Lines, change: Callable[[Lines], None]) -> Lines:

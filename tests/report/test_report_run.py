@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import verikda
 from report_lines import lines, write
 
-from verikda.cli import main
 from verikda.report import grid, run
 from verikda.report.grid import Grid
 from verikda.report.lines import number, read_lines
@@ -25,12 +24,6 @@ from verikda.targets import resolve
 
 ROOT = Path(__file__).parents[2]
 TINY = Grid("quick", 1, 4, 10, (0.5,), (16,), ("random",), (5, 20), 2, (("random", 1.0, "random", "random"),))
-
-
-def verikda(*words: object) -> Result:
-    result = CliRunner().invoke(main, [str(w) for w in words])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 @pytest.fixture
