@@ -19,6 +19,6 @@ settings.load_profile("tests")
 
 @pytest.fixture(autouse=True)
 def _plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many CI systems ask for colours by a variable; tests compare text."""
-    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+    """Tests compare text: colours that many CI systems ask for, and options of this pytest, are no part of it."""
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)

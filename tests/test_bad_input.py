@@ -108,7 +108,6 @@ def pytest_with(*options: str) -> Try:
 
     def attempt(folder: Path) -> Said:
         surroundings = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        surroundings["PYTEST_ADDOPTS"] = ""
         words = [sys.executable, "-m", "pytest", "-p", "verikda.pytest_plugin", "--rootdir", str(folder), *options]
         run = subprocess.run(words, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
         assert "Traceback" not in run.stdout + run.stderr

@@ -54,8 +54,9 @@ def test_without_the_option(verikda_target):
 
 def pytest_in(folder: Path, surroundings: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--rootdir", str(folder), *options]
-    env = surroundings | {"PYTEST_ADDOPTS": ""}
-    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=surroundings, text=True, capture_output=True, timeout=300, check=False
+    )
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

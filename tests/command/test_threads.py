@@ -49,7 +49,7 @@ COMMANDS = {
 def run(folder: Path, *words: str, **own: str) -> subprocess.CompletedProcess[str]:
     """Without any of these variables but the user's own."""
     plain = {n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")}
-    env = plain | {"PYTHONPATH": f"{ROOT}:{folder}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""} | own
+    env = plain | {"PYTHONPATH": f"{ROOT}:{folder}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | own
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=300, check=False)
 
