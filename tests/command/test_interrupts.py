@@ -38,9 +38,29 @@ SOME = pytest.mark.parametrize(
 CHECK = ("verikda", "check", "--checks", "floor", "--cases", "5000", "--json", "run.jsonl")
 
 
+QUICK = """
+import sys
+
+if __name__ == "__main__":
+    from dataclasses import replace
+    from verikda import cli, false_alarm
+    from verikda.report.grid import GRIDS
+    from verikda.zoo import rivals
+
+    false_alarm.SHARE = 10
+    rivals.TRIALS = rivals.TRIALS[:5]
+    gates = tuple(i / 100 for i in range(1, 501))
+    GRIDS["quick"] = replace(GRIDS["quick"], channels=4, tokens=20, gates=gates, lengths=(16,))
+    command, *words = sys.argv[1:]
+    sys.exit(false_alarm.main(words) if command == "false_alarm" else cli.main([command, *words]))
+"""
+"""The command with small work, whose first line is soon on record, and enough of it to be interrupted."""
+
+
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("quick.py").write_text(QUICK)
 
 
 @dataclass
@@ -142,11 +162,11 @@ def test_check_keeps_what_was_found_and_closes_its_record(
 
 
 OTHERS = {
-    "report": ("point", ("verikda", "report", "emulator", "--json", "run.jsonl"), "cut short"),
-    "zoo": ("kill", ("verikda", "zoo", "--kill-matrix", "--json", "run.jsonl"), "the same command goes on from here"),
-    "compare": ("rival", ("verikda", "zoo", "--compare", "--json", "run.jsonl"), "the same command goes on from here"),
-    "probe": ("frontier", ("verikda", "probe", "emulator", "--json", "run.jsonl"), "drift, pool (interrupted)"),
-    "false_alarm": ("share", ("verikda.false_alarm", "--cases", "90000", "--json", "run.jsonl"), "of 360 shares"),
+    "report": ("point", ("quick", "report", "emulator", "--json", "run.jsonl"), "cut short"),
+    "zoo": ("kill", ("quick", "zoo", "--kill-matrix", "--json", "run.jsonl"), "the same command goes on from here"),
+    "compare": ("rival", ("quick", "zoo", "--compare", "--json", "run.jsonl"), "the same command goes on from here"),
+    "probe": ("frontier", ("quick", "probe", "emulator", "--json", "run.jsonl"), "drift, pool (interrupted)"),
+    "false_alarm": ("share", ("quick", "false_alarm", "--cases", "9000", "--json", "run.jsonl"), "of 900 shares"),
 }
 
 
