@@ -73,7 +73,7 @@ class Capabilities:
     `beyond_safe_gate` promises that `safe_gate` changes no result, also where its own promise (no log gate below -5) is
     broken.
     Defaults describe a complete implementation; of a function both promises are False until it declares them.
-    `refuse` explains a limit to the user.
+    `notes` says of some limits why they are there, by field.
     """
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")

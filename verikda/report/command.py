@@ -1,4 +1,4 @@
-"""What `verikda report` and `verikda diff` do, apart from reading the command line."""
+"""What `verikda report` does, apart from reading the command line."""
 
 from __future__ import annotations
 
