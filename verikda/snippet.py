@@ -48,9 +48,9 @@ def filled(make):  # memory that nothing writes holds NaN, not what the allocato
         return x.fill_(float("nan")) if x.is_floating_point() and not x.requires_grad else x
     return call
 
-for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty",))):
-    for name in names:
-        setattr(owner, name, filled(getattr(owner, name)))
+for name in {makers!r}:
+    owner, name = (torch.Tensor, name[7:]) if name.startswith("Tensor.") else (torch, name)
+    setattr(owner, name, filled(getattr(owner, name)))
 
 function = functools.reduce(getattr, {attribute!r}.split("."), importlib.import_module({module!r}))
 leaves = {{name: x.requires_grad_() for name, x in inputs.items() if x.is_floating_point()}}
@@ -125,6 +125,7 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
     """
     from verikda import __version__
     from verikda.targets import BUILT_IN
+    from verikda.targets.fresh_memory import MAKERS
     from verikda.targets.signature import STATES, argument_arrays
     from verikda.targets.torch_function import TorchFunction
 
@@ -169,6 +170,7 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
             name=name,
             version=__version__,
             device=target.device,
+            makers=MAKERS,
             inputs="".join(inputs),
             gradients="".join(gradients),
             expected="".join(expected),

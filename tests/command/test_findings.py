@@ -147,7 +147,7 @@ def steep(o, ht):
 
 
 def unwritten(o, ht):
-    whole = torch.empty_like(o)  # where rows were right a moment ago
+    whole = o.new_empty_strided(o.shape, o.stride())  # where rows were right a moment ago
     whole[:, :-1] = o[:, :-1]
     return whole, ht
 
