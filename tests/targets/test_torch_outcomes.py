@@ -34,6 +34,35 @@ def test_malformed_answers():
     answers(lambda o, ht: (o.tolist(), ht), "o is a list; expected a tensor")
     answers(lambda o, ht: (), "empty tuple")
     answers(lambda o, ht: (o, ht.detach()), "final_state carries no gradient")
+    answers(lambda o, ht: (o.to_sparse(), ht), "o has layout torch.sparse_coo; expected torch.strided")
+    answers(lambda o, ht: (o, ht.to_sparse()), "final_state has layout torch.sparse_coo; expected torch.strided")
+    answers(lambda o, ht: (o.to("meta"), ht), "o is on device meta, which holds no values")
+
+
+def test_a_sparse_gradient_is_malformed():
+    class Sparse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d):
+            return d.to_sparse()
+
+    def f(q, k, v, g, beta, initial_state=None, output_final_state=False):
+        return toy_kda.chunk_kda(q, k, v, g, Sparse.apply(beta), None, initial_state, output_final_state)
+
+    with pytest.raises(Malformed, match=r"dbeta has layout torch.sparse_coo; expected torch.strided"):
+        target(f).run(calls.make())
+
+
+def test_the_text_of_an_error_can_be_written():
+    def f(q, k, v, g, beta):
+        raise RuntimeError("a file name \udcff")
+
+    with pytest.raises(Crashed, match=r"a file name \\udcff$") as caught:
+        target(f).run(calls.make(h0=False, dht=False))
+    str(caught.value).encode("utf-8")
 
 
 def test_a_state_of_another_dtype_is_allowed_and_recorded():

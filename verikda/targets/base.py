@@ -41,9 +41,12 @@ class TargetError(Exception):
 
 
 def told(error: BaseException) -> str:
-    """Type and text of an exception; the code that is checked may have one whose text cannot be made."""
+    """Type and text of an exception; the code that is checked may have one whose text cannot be made, or written.
+
+    Bytes of a file name that are no UTF-8 are such text: half of a surrogate pair each.
+    """
     name = type(error).__name__
     try:
-        return f"{name}: {error}"
+        return f"{name}: {error}".encode("utf-8", "backslashreplace").decode("utf-8")
     except Exception as other:
         return f"{name}, whose text cannot be shown: making it raises {type(other).__name__}"

@@ -132,7 +132,16 @@ def check_tensor(name: str, value: Any, call: Call) -> None:
     """Check that `value` is a tensor with the promised shape and dtype."""
     if not isinstance(value, import_torch("").Tensor):
         raise Malformed(f"{name} is a {type(value).__name__}; expected a tensor")
+    check_memory({"ht": "final_state"}.get(name, name), value)
     check_array(name, tuple(value.shape), dtype_name(value), call)
+
+
+def check_memory(label: str, tensor: Any) -> None:
+    """Check that a tensor has elements in memory that can be read one by one: it is not sparse, nor on "meta"."""
+    if tensor.layout is not import_torch("").strided:
+        raise Malformed(f"{label} has layout {tensor.layout}; expected torch.strided")
+    if tensor.is_meta:
+        raise Malformed(f"{label} is on device meta, which holds no values")
 
 
 def gradients(
@@ -156,6 +165,7 @@ def gradients(
     found = {}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         if grad is not None:
+            check_memory(f"d{name}", grad)
             found[f"d{name}"] = grad
         elif independent(name, call):
             found[f"d{name}"] = torch.zeros_like(leaf)
