@@ -133,12 +133,18 @@ def load_case(path: Path) -> tuple[Case, str | None, str | None]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def message(target: str, failures: tuple[Failure, ...], case: Case, replay: str, *, minimal: bool = True) -> str:
-    """The finding in words: verdict, worst coordinate, values in decimal and hex, ratio, regime, replay line."""
+def message(target: str, failures: tuple[Failure, ...], case: Case, replay: str, *, minimal: bool | None = None) -> str:
+    """The finding in words: verdict, worst coordinate, values in decimal and hex, ratio, regime, replay line.
+
+    Parameters
+    ----------
+    minimal : whether shrinking came to its end; None where nothing was shrunk here.
+    """
     from verikda.strategies import describe
 
     lines = failure_lines(target, failures)
-    lines.append(f"  {'smallest case' if minimal else 'case (not shrunk to the end)'}: {describe(case)}")
+    words = {True: "smallest case", False: "case (not shrunk to the end)", None: "case"}
+    lines.append(f"  {words[minimal]}: {describe(case)}")
     lines.append(f"  replay: {replay}")
     return "\n".join(lines)
 

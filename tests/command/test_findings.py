@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from verikda.case import Case
+from verikda.checking import replay_command
 from verikda.checks import named
 from verikda.checks.base import Failure, Outcome
 from verikda.finding import Finding, hex_of, load_case, message
@@ -20,6 +21,7 @@ from verikda.inputs import make_call
 from verikda.record import Record, case_line
 from verikda.run_case import CaseReport, run_case
 from verikda.snippet import write_snippet
+from verikda.status import FAIL
 from verikda.targets import resolve
 from verikda.worst import Corpus
 from verikda.zoo.faults import Fault, forget
@@ -48,9 +50,22 @@ def test_the_message_says_what_where_how_much_and_how_to_run_it_again() -> None:
     for part in ("FAIL  zoo:DQ_OFF", "floor / dq", "[0, 1, 0, 2]", "expected 1 (bfloat16 0x3f80)", "got nan",
                  "noise floor = inf", "T=5", "K=3 V=2", "replay: verikda replay x.json"):  # fmt: skip
         assert part in text
-    many = message("t", (FAILURE,) * 9, CASE, "r", minimal=False)
-    assert "and 3 more" in many
-    assert "not shrunk to the end" in many
+    assert "and 3 more" in message("t", (FAILURE,) * 9, CASE, "r")
+
+
+@pytest.mark.parametrize(
+    ("minimal", "words"),
+    [(True, "  smallest case: kda"), (False, "  case (not shrunk to the end): kda"), (None, "  case: kda")],
+)
+def test_a_case_is_called_the_smallest_only_where_it_was_shrunk(minimal: bool | None, words: str) -> None:
+    assert words in message("t", (FAILURE,), CASE, "r", minimal=minimal)
+
+
+def test_replay_does_not_call_its_case_the_smallest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "case.json"
+    path.write_text(Case(lengths=(5,)).to_json())
+    assert replay_command(path, "zoo:DV_OFF", None, None) == FAIL
+    assert "  case: kda" in capsys.readouterr().out
 
 
 def test_bits_of_a_number_outside_its_dtype_are_marked() -> None:
