@@ -320,8 +320,40 @@ def test_describe_names_what_matters() -> None:
         " down to -5; k repeated, q random, beta one; v random, do random; h0 large; qk_l2norm; no recompute; strided;"
         " 1 overrides; seed 3"
     )
+    scaled = Case(
+        lengths=(1,), packed=True, offsets="int32", dtype="float16", g_dtype="same", beta_dtype="same",
+        q_exponent=-4, v_exponent=2, do_exponent=3, scale=1.0,
+    )  # fmt: skip
+    assert describe(scaled) == (
+        "kda float16, g float16, beta float16, offsets int32; 1 packed sequences [1]; H=1 HV=1 K=1 V=1 C=64; gate"
+        " random x 1; k random, q random, beta random; v random, do random; q x 2^-4; v and h0 x 2^2;"
+        " do and dht x 2^3; scale 1; seed 0"
+    )
     plain = "B=1 T=1; H=1 HV=1 K=1 V=1 C=64; k random, q random, beta random; v random, do random; seed 0"
     assert describe(Case(rule="delta")) == "delta float32; " + plain
+
+
+CHANGED = {
+    "lengths": (3, 5), "packed": False, "tail_padding": 2, "heads": 2, "groups": 2, "K": 2, "V": 2, "dtype": "float32",
+    "g_dtype": "same", "beta_dtype": "same", "offsets": "int32", "chunk_size": 32, "gate_regime": "zero",
+    "key_regime": "collinear", "query_regime": "zero", "beta_regime": "one", "value_regime": "zero",
+    "do_regime": "zero",
+    "gate_magnitude": 2.0, "q_exponent": 1, "v_exponent": 1, "do_exponent": 1, "h0": "random", "dht": True,
+    "scale": 1.0, "A_log": True, "dt_bias": True, "qk_l2norm": True, "beta_sigmoid": False,
+    "allow_neg_eigval": True, "safe_gate": True, "state_v_first": True, "recompute": False, "layout": "strided",
+    "seed": 1, "gate_in_kernel": False, "lower_bound": -4.0, "overrides": (("q", 0, 1.0),), "rule": "delta",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Case)])
+def test_describe_names_every_field_that_is_changed(name: str) -> None:
+    base = Case(lengths=(3, 4), packed=True, dtype="float16", beta_sigmoid=True)
+    if name == "packed":
+        base = replace(base, lengths=(4, 4))
+    elif name != "rule":
+        base = replace(base, gate_in_kernel=True, lower_bound=-5.0)
+    more = {"gate_in_kernel": {"lower_bound": None}}.get(name, {})
+    assert describe(replace(base, **{name: CHANGED[name]}, **more)) != describe(base)
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,10 @@ def describe(case: Case) -> str:
         tokens = f"{case.N} packed sequences [{shown}]" + (f" + {case.tail_padding} rows" if case.tail_padding else "")
     else:
         tokens = f"B={case.B} T={case.T}"
+    dtypes = [f"{n} {case.dtype_of(n)}" for n in ("g", "beta") if case.dtype_of(n) != "float32"]
+    dtypes += [f"offsets {case.offsets}"] if case.offsets != "int64" else []
     parts = [
-        f"{case.rule} {case.dtype}",
+        ", ".join([f"{case.rule} {case.dtype}", *dtypes]),
         tokens,
         f"H={case.heads} HV={case.HV} K={case.K} V={case.V} C={case.chunk_size}",
     ]
@@ -205,6 +207,11 @@ def describe(case: Case) -> str:
     parts.append(f"v {case.value_regime}, do {case.do_regime}")
     if case.h0 != "none":
         parts.append(f"h0 {case.h0}")
+    for names, exponent in (("q", case.q_exponent), ("v and h0", case.v_exponent), ("do and dht", case.do_exponent)):
+        if exponent:
+            parts.append(f"{names} x 2^{exponent}")
+    if case.scale is not None:
+        parts.append(f"scale {case.scale:g}")
     parts += [flag for flag in _FLAGS if getattr(case, flag)]
     if not case.recompute:
         parts.append("no recompute")
