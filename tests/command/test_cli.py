@@ -288,6 +288,7 @@ def test_what_a_target_is_judged_under_is_said(
     said = ran.partition("; judged under ")[2]
     assert {part.split(" (")[0] for part in said.split(", ")} == judged
     assert ("declares no contract, so it is judged under storage16" in result.stdout) == default
+    assert ("token by token can fail under any but recurrent32" in result.stdout) == default
     (line,) = strict(Path("sum.jsonl"))
     (counts,) = line["contracts"].values()
     assert set(counts) == judged
