@@ -6,8 +6,13 @@ It ends with status 1 where an output is further from float64 than the limit all
 from __future__ import annotations
 
 import base64
+import functools
+import sys
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -115,22 +120,43 @@ def _packed(x: Array) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(x, dtype="<f8").tobytes(), 9)).decode()
 
 
+def _place(name: str, function: Callable[..., Any]) -> tuple[str, str]:
+    """Module and attribute under which a script finds the function of the target `name`.
+
+    Raises
+    ------
+    TargetError
+        When there are none.
+    """
+    from verikda.targets import registered
+
+    own = (getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
+    for module, attribute in (*registered(name), tuple(name.partition(":")[::2]), own):
+        # what the name stands for may be a target that holds the function
+        with suppress(AttributeError):
+            found: Any = functools.reduce(getattr, attribute.split("."), sys.modules.get(module))
+            if found == function:
+                return module, attribute
+    raise TargetError(f"a standalone script cannot import the function of {name}; replay the file instead")
+
+
 def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
     """Write the script for one call of a torch function.
 
     Raises
     ------
     TargetError
-        When the target is not a torch function: then there is nothing to call without verikda.
+        When the target is not a torch function: then there is nothing to call without verikda. Or when a script cannot
+        import that function.
     """
     from verikda import __version__
-    from verikda.targets import BUILT_IN
     from verikda.targets.fresh_memory import MAKERS
     from verikda.targets.signature import STATES, argument_arrays
     from verikda.targets.torch_function import TorchFunction
 
     if not isinstance(target, TorchFunction):
         raise TargetError(f"a standalone script needs a torch function, and {name} is none; replay the file instead")
+    module, attribute = _place(name, target.function)
     keywords = target.signature.keywords(call)
     inverse = {target.signature.argument(n): n for n in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias")
                if target.signature.has("initial_state" if n == "h0" else n)}  # fmt: skip
@@ -161,9 +187,6 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
         known = stable & np.isfinite(noise.per_block)
         parts = (x, noise.blocks.labels.astype(np.float64), np.where(known, noise.per_block, np.inf), weight)
         expected.append(f"    {n!r}: ({', '.join(f'array({y.shape!r}, {_packed(y)!r})' for y in parts)}),\n")
-    module, _, attribute = name.partition(":")
-    if not attribute or name in BUILT_IN:
-        module, attribute = target.function.__module__, target.function.__qualname__
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         _TEMPLATE.format(

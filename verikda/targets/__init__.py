@@ -16,7 +16,7 @@ from typing import Any, cast
 from verikda.targets.base import Target, TargetError, told
 from verikda.targets.contracts import Declared, contract_by_name
 
-__all__ = ["Available", "Target", "TargetError", "available", "contract_by_name", "made_here", "resolve"]
+__all__ = ["Available", "Target", "TargetError", "available", "contract_by_name", "made_here", "registered", "resolve"]
 
 GROUP = "verikda.targets"
 
@@ -257,6 +257,11 @@ def _refuse_options(name: str, contract: Declared | None, device: str | None) ->
 
 def _is_target(thing: Any) -> bool:
     return all(hasattr(thing, part) for part in ("name", "capabilities", "contract", "run"))
+
+
+def registered(name: str) -> list[tuple[str, str]]:
+    """Module and attribute of what installed packages register as `name`, unless a built-in target has that name."""
+    return [(point.module, point.attr) for point in _entry_points() if point.name == name and name not in BUILT_IN]
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
