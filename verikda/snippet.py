@@ -60,7 +60,7 @@ for name in {makers!r}:
 function = functools.reduce(getattr, {attribute!r}.split("."), importlib.import_module({module!r}))
 leaves = {{name: x.requires_grad_() for name, x in inputs.items() if x.is_floating_point()}}
 answer = function(**inputs, {keywords})
-o, ht = answer if isinstance(answer, tuple) else (answer, None)
+o, ht, *_ = (*answer, None) if isinstance(answer, (tuple, list)) else (answer, None)
 got = {{"o": o, "ht": ht}}
 pairs = [(y, gradients[n]) for n, y in (("do", o), ("dht", ht)) if n in gradients and y is not None]
 if pairs:

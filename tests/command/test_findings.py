@@ -178,10 +178,14 @@ nan = changed(lambda o, ht: (torch.where(o > 0, torch.nan, o), ht))
 gradients = changed(steep)
 leaves_a_row = changed(unwritten)
 crashes = changed(crash)
+more = changed(lambda o, ht: (o, ht, None, 1))
+listed = changed(lambda o, ht: [o, ht])
 """
 
 
-@pytest.mark.parametrize("name", ["healthy", "large", "state", "nan", "gradients", "leaves_a_row", "crashes"])
+@pytest.mark.parametrize(
+    "name", ["healthy", "large", "state", "nan", "gradients", "leaves_a_row", "crashes", "more", "listed"]
+)
 def test_a_standalone_script_judges_as_the_floor_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +205,9 @@ def test_a_standalone_script_judges_as_the_floor_does(
         env={**os.environ, "PYTHONPATH": str(toy)},
     )  # fmt: skip
     floor = run_case(target, case, named(("floor",)))
-    assert run.returncode == (floor.verdict == "fail") == (name != "healthy"), run.stdout + run.stderr
+    assert run.returncode == (floor.verdict == "fail") == (name not in ("healthy", "more", "listed")), (
+        run.stdout + run.stderr
+    )
     if name == "crashes":
         assert run.stderr.endswith("RuntimeError: no such kernel\n")
         return
