@@ -130,7 +130,8 @@ def test_kernels_of_other_packages_do_not_run_instead(library):
         ("fuzzy", None, ", configs of the library (FLA_CACHE_MODE=fuzzy)"),
     ],
 )
-def test_whose_configs_ran(library, monkeypatch, mode, folder, said):
+def test_whose_configs_ran(library, monkeypatch, tmp_path, mode, folder, said):
+    monkeypatch.chdir(tmp_path)  # a path within the current folder is said from there on
     cache = types.SimpleNamespace(FLA_CACHE_MODE=types.SimpleNamespace(value=mode))
     monkeypatch.setitem(sys.modules, "fla.ops.utils.cache", cache)
     monkeypatch.setenv("FLA_CACHE_MODE", "strict")  # too late: not what the library read
