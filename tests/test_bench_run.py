@@ -1,19 +1,15 @@
-"""A whole bench on the CPU: turns, graphs, records and files, on a clock that the calls advance."""
+"""A whole bench on the CPU: verdicts, records, files and what is said, on a clock that the calls advance."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import subprocess
 import sys
 import types
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -21,10 +17,11 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'verikda[torch]'
 
 import torch
 from test_bench import H200, delta, fused, late, recurrence
+from test_bench_clocks import FakeCuda
 
-from verikda.bench import check, command, gpu, peers, run
+from verikda.bench import check, command, peers, run
 from verikda.bench import workloads as shapes
-from verikda.bench.gpu import HOST_REPEATS, QUEUE, REPEATS, WARM_UP, Run, captured, sample
+from verikda.bench.gpu import REPEATS
 from verikda.bench.output import markdown, write_pytest_benchmark
 from verikda.bench.peers import JaxRunner, Peer, TorchRunner
 from verikda.bench.rows import Row, Timing, compare
@@ -32,56 +29,6 @@ from verikda.bench.workloads import Workload
 from verikda.cli import main
 
 FUNCTIONS = {"fast": recurrence, "slow": recurrence, "fused": fused, "none": delta}
-
-
-class FakeCuda:
-    """What the bench asks of torch.cuda: events on a clock that calls advance, and graphs that replay nothing."""
-
-    def __init__(self, tick: float = 0.0) -> None:
-        self.now, fake = 0.0, self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                fake.now += tick
-                self.at = fake.now
-
-            def elapsed_time(self, end: Any) -> float:
-                return float(end.at - self.at)
-
-        class CUDAGraph:
-            def replay(self) -> None:
-                fake.now += 0.25
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                pass
-
-        self.Event, self.CUDAGraph, self.Stream, self.captures = Event, CUDAGraph, Stream, True
-        self.stream = lambda stream: contextlib.nullcontext()
-
-    def current_stream(self) -> Any:
-        return self.Stream()
-
-    @contextlib.contextmanager
-    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
-        if not self.captures:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        yield
-
-    def graph_pool_handle(self) -> tuple[int, int]:
-        return (0, 1)
-
-    def synchronize(self) -> None: ...
-    def empty_cache(self) -> None: ...
-    def reset_peak_memory_stats(self) -> None: ...
-    def memory_allocated(self) -> int:
-        return 10
-
-    def max_memory_allocated(self) -> int:
-        return 7_000_010
 
 
 @pytest.fixture
@@ -117,49 +64,6 @@ def peer(name: str, change: Any = None, **more: Any) -> Peer:
 def bench(arguments: list[str], monkeypatch: pytest.MonkeyPatch, *given: Peer) -> Any:
     monkeypatch.setattr(peers, "PEERS", {p.name: p for p in given})
     return CliRunner().invoke(main, ["bench", *arguments])
-
-
-def test_peers_take_turns_and_each_is_timed_alone() -> None:
-    class Fake:
-        cuda = FakeCuda()
-
-    calls: list[tuple[str, int]] = []
-
-    def one(name: str, milliseconds: float) -> Any:
-        def call(i: int) -> None:
-            calls.append((name, i))
-            Fake.cuda.now += milliseconds
-
-        return call
-
-    a, b = sample(Fake, [Run(one("a", 0.2)), Run(one("b", 0.7))], 5)
-    np.testing.assert_allclose(a, [200.0] * 5)
-    np.testing.assert_allclose(b, [700.0] * 5)
-    assert [name for name, _ in calls] == ["a", "b"] * (WARM_UP + 5)
-    assert [i for _, i in calls] == list(range(2 * (WARM_UP + 5)))
-    assert {i % 3 for name, i in calls if name == "a"} == {0, 1, 2}
-
-
-def test_calls_on_other_streams_are_queued_and_timed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:
-        cuda = FakeCuda()
-
-    clock, calls, waits = [0.0], [], []
-    monkeypatch.setattr(gpu.time, "perf_counter", lambda: clock[0])
-
-    def call(i: int) -> None:
-        calls.append(i)
-        clock[0] += 2e-6
-
-    def wait() -> None:
-        waits.append(len(calls))
-        clock[0] += 2e-6
-
-    (times,) = sample(Fake, [Run(call, wait)], 3)
-    np.testing.assert_allclose(times, [(2 * QUEUE + 2) / QUEUE] * 3)
-    assert len(calls) == WARM_UP + 3 * QUEUE
-    assert waits == [WARM_UP, *(WARM_UP + QUEUE * (i + 1) for i in range(3))]
-    assert gpu.host_times(Fake, Run(call, wait)) == pytest.approx([4.0] * HOST_REPEATS)
 
 
 def test_every_kind_and_mode_is_checked_timed_and_written(
@@ -204,27 +108,6 @@ def test_every_kind_and_mode_is_checked_timed_and_written(
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     assert "a[KDA, fast gates 1,24,2 forward]" in shown.stdout
-
-
-def test_a_graph_keeps_what_its_calls_read() -> None:
-    """A graph holds the addresses of what a forward has saved for its backward, and not the tensors."""
-
-    class Saved:
-        pass
-
-    seen: list[weakref.ref[Saved]] = []
-
-    def make() -> Any:
-        saved = Saved()
-        seen.append(weakref.ref(saved))
-        return lambda: saved
-
-    replay = captured(types.SimpleNamespace(cuda=FakeCuda()), [make, make])
-    gc.collect()
-    assert all(saved() is not None for saved in seen)
-    del replay
-    gc.collect()
-    assert [saved() for saved in seen] == [None, None]
 
 
 def test_what_cannot_be_captured_is_timed_by_events(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
