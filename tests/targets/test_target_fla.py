@@ -81,7 +81,7 @@ def decorated(function):
 @pytest.fixture
 def library(monkeypatch):
     seen.clear()
-    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH", raising=False)
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")  # set by the target, and put back after the test
     for name in ("fla", "fla.ops", "fla.ops.kda", "fla.ops.delta_rule"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for place, function in (("kda", chunk_kda), ("kda", fused_recurrent_kda), ("delta_rule", chunk_delta_rule)):
@@ -195,6 +195,7 @@ def test_contracts(library):
 
 @pytest.mark.parametrize("name", ["fla", "fla:recurrent", "fla:delta"])
 def test_without_the_library(name, monkeypatch):
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(TargetError, match=rf"target {name} needs flash-linear-attention, .*: pip install fla-core"):
         resolve(name)

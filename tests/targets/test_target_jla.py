@@ -61,6 +61,7 @@ def linear_attention(kind, q, k, v, *, impl, scale, initial_state, output_final_
 
 def install(monkeypatch, operator=linear_attention, capability="9.0"):
     module.compiled.cache_clear()
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")  # set by the target, and put back after the test
     jax, jla, ops = (types.ModuleType(name) for name in ("jax", "jla", "jla.ops"))
     device = types.SimpleNamespace(compute_capability=capability, device_kind="NVIDIA H200")
     jax.__version__, jla.__version__, ops.linear_attention = "0.11.2", "0.1.0", operator
