@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import calls
 import numpy as np
 import pytest
 
 from verikda.targets.base import TargetError
-from verikda.targets.signature import declared_capabilities, normal_form, read
+from verikda.targets.numpy_function import NumpyFunction
+from verikda.targets.signature import attribute, declared_capabilities, normal_form, read
 
 FLAGS = ("qk_l2norm", "beta_sigmoid", "allow_neg_eigval", "safe_gate", "state_v_first", "recompute")
 
@@ -147,6 +150,32 @@ def test_declared_capabilities():
     f.verikda_capabilities = {"dtype": "bfloat16"}
     with pytest.raises(TargetError, match="no field dtype; fields are"):
         declared_capabilities(f, read(f, "f"))
+
+
+def test_a_partial_declares_what_its_function_does():
+    """Else it would be judged under another contract without anyone having said so."""
+    seen = attribute(functools.partial(functools.partial(declares, scale=None), cu_seqlens=None), "verikda_contract")
+    assert seen == "recurrent32"
+    assert attribute(declares, "verikda_device", "cpu") == "cpu"
+    own = functools.partial(declares)
+    own.verikda_contract = "float32"
+    assert attribute(own, "verikda_contract") == "float32"
+    target = NumpyFunction(functools.partial(declares, scale=None), "toy")
+    assert (target.default_contract, target.capabilities.backward) == (False, False)
+    assert target.contract(calls.make()).name == "float32-recurrent"
+    assert NumpyFunction(functools.partial(plain), "toy").default_contract
+
+
+def declares(q, k, v, g, beta, scale=None, cu_seqlens=None):
+    pass
+
+
+declares.verikda_contract = "recurrent32"
+declares.verikda_capabilities = {"backward": False}
+
+
+def plain(q, k, v, g, beta):
+    pass
 
 
 def test_normal_form_undoes_the_public_shapes():

@@ -46,8 +46,9 @@ class FunctionTarget:
         self.signature = signature
         self._name = name
         self._capabilities = capabilities or sig.declared_capabilities(function, signature)
-        self.default_contract = not contract and not hasattr(function, "verikda_contract")
-        self._contract = check_declared(contract or getattr(function, "verikda_contract", DEFAULT), name)
+        declared = contract or sig.attribute(function, "verikda_contract")
+        self.default_contract = declared is None
+        self._contract = check_declared(DEFAULT if declared is None else declared, name)
 
     @property
     def name(self) -> str:

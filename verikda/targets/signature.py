@@ -7,6 +7,7 @@ swallow keywords there and ignore them, which would turn a flag into a silent no
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -173,6 +174,13 @@ def read(
     return Signature(label, names, defaults)
 
 
+def attribute(function: Callable[..., Any], name: str, default: Any = None) -> Any:
+    """What a function declares under a name; a `functools.partial` declares what its function does."""
+    while not hasattr(function, name) and isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, name, default)
+
+
 def declared_capabilities(function: Callable[..., Any], signature: Signature) -> Capabilities:
     """What the signature allows, changed by the mapping of fields in the attribute `verikda_capabilities`.
 
@@ -181,7 +189,7 @@ def declared_capabilities(function: Callable[..., Any], signature: Signature) ->
     TargetError
         When that is no mapping, names a field that `Capabilities` does not have, or gives it a value of another type.
     """
-    changes = getattr(function, "verikda_capabilities", {})
+    changes = attribute(function, "verikda_capabilities", {})
     if not isinstance(changes, Mapping):
         raise TargetError(
             f"{signature.label}: verikda_capabilities is {changes!r:.60}; it maps fields of Capabilities to values, "
