@@ -22,7 +22,7 @@ beta_dtype 'float32' offsets 'int64' chunk_size 64 rule 'kda' gate_regime 'rando
 query_regime 'random' beta_regime 'random' value_regime 'random' do_regime 'random' gate_magnitude 1.0
 q_exponent 0 v_exponent 0 do_exponent 0 h0 'none' dht False scale None gate_in_kernel False lower_bound None
 A_log False dt_bias False qk_l2norm False beta_sigmoid False allow_neg_eigval False safe_gate False
-state_v_first False recompute True layout 'contiguous' seed 0 overrides ()
+state_v_first False recompute True final_state True layout 'contiguous' seed 0 overrides ()
 """
 
 
@@ -35,6 +35,10 @@ def test_defaults_are_frozen() -> None:
 GATED = {"gate_in_kernel": True, "A_log": True}
 FAULTS: list[tuple[dict, str]] = [
     ({"packed": 1}, "packed is 1, but it is a switch; use True or False"),
+    (
+        {"dht": True, "final_state": False},
+        "dht is True, but it is the gradient of a final state that is not asked for; use final_state=True, or False",
+    ),
     ({"recompute": "yes"}, "recompute is 'yes', but it is a switch; use True or False"),
     ({"dtype": "float8"}, "dtype is 'float8', but it must be one of float16, bfloat16, float32; choose one of these"),
     ({"g_dtype": "float16"}, "g_dtype is 'float16', but it must be one of same, float32; choose one of these"),

@@ -102,7 +102,7 @@ def test_call_is_complete_and_representable(case: Case) -> None:
     assert [b - a for _, a, b in p.spans] == list(case.lengths)
     assert p.gate == case.gate
     assert call.poison == 1e30
-    for flag in ("chunk_size", "safe_gate", "state_v_first", "recompute", "layout"):
+    for flag in ("chunk_size", "safe_gate", "state_v_first", "recompute", "final_state", "layout"):
         assert getattr(call, flag) == getattr(case, flag)
     for flag in ("qk_l2norm", "beta_sigmoid", "allow_neg_eigval", "lower_bound"):
         assert getattr(p, flag) == getattr(case, flag)

@@ -264,6 +264,8 @@ def test_simplest_first() -> None:
         {"g_dtype": "same", "gate_magnitude": 7.5},
         {"seed": [1, 2], "overrides": False},
         {"overrides": (("v", 0, 3.0),)},
+        {"final_state": False},
+        {"final_state": True, "dht": False},
     ],
     ids=str,
 )

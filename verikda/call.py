@@ -18,6 +18,7 @@ class Call:
     dtypes : dtype name of each tensor argument: q, k, v, g, beta, h0, A_log, dt_bias, do, dht, cu_seqlens.
     backward : whether gradients are wanted.
     chunk_size, safe_gate, state_v_first, recompute : flags passed on where the target has them.
+    final_state : whether the final state is asked for, where the target can be told; if not, it is not judged.
     layout : one of `verikda.case.LAYOUTS`; how each input lies in memory.
     poison : value that fills everything around the inputs (guard zones, skipped elements, rows at or after
         cu_seqlens[-1], those of `do` too). None fills with zeros and leaves such rows as they are in `problem`.
@@ -31,6 +32,7 @@ class Call:
     safe_gate: bool = False
     state_v_first: bool = False
     recompute: bool = True
+    final_state: bool = True
     layout: str = "contiguous"
     poison: float | None = None
 

@@ -42,6 +42,7 @@ class Case:
     gate_magnitude : nats per token around which the gate regime draws, 0..1000.
     q_exponent, v_exponent, do_exponent : q; v and h0; do and dht are scaled by 2**exponent, -64..64.
     h0 : initial state.    dht : whether a gradient of the final state is given.
+    final_state : whether the final state is asked for; a gradient of it needs it.
     scale : multiplies q; None is K**-0.5.
     gate_in_kernel : g is the raw gate; `lower_bound` None is the softplus gate, which needs A_log.
     lower_bound : of the bounded gate, in [-5, 0).
@@ -95,6 +96,7 @@ class Case:
     safe_gate: bool = False
     state_v_first: bool = False
     recompute: bool = True
+    final_state: bool = True
     layout: str = "contiguous"
     seed: int = 0
     overrides: tuple[tuple[str, int, float], ...] = ()

@@ -58,6 +58,7 @@ def check(case: Case) -> None:
     _geometry(case)
     _gate(case)
     _beta(case)
+    _state(case)
     _overrides(case)
 
 
@@ -156,6 +157,13 @@ def _beta(case: Case) -> None:
         _fail("allow_neg_eigval", True, "it doubles the sigmoid of beta", "use beta_sigmoid=True too, or False")
     if case.beta_regime == "up_to_two" and case.beta_sigmoid and not case.allow_neg_eigval:
         _fail("beta_regime", "up_to_two", "a sigmoid ends at 1", "use allow_neg_eigval=True or beta_sigmoid=False")
+
+
+def _state(case: Case) -> None:
+    if case.dht and not case.final_state:
+        _fail(
+            "dht", True, "it is the gradient of a final state that is not asked for", "use final_state=True, or False"
+        )
 
 
 def _overrides(case: Case) -> None:

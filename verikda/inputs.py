@@ -76,6 +76,7 @@ def make_call(case: Case, *, backward: bool = True, poison: float | None = None)
         safe_gate=case.safe_gate,
         state_v_first=case.state_v_first,
         recompute=case.recompute,
+        final_state=case.final_state,
         layout=case.layout,
         poison=poison,
     )

@@ -110,6 +110,14 @@ def _flag(name: str, c: Capabilities) -> Options:
     return (True,) if name in c.required else _if(getattr(c, name), False, True)
 
 
+def _final_state(x: SimpleNamespace, c: Capabilities) -> Options:
+    """Asked for where its gradient is given.
+
+    As many options there as elsewhere: to Hypothesis a case is simpler if less had to be drawn for it.
+    """
+    return _if(c.initial_state or c.dht, True, x.dht)
+
+
 def _channels(sizes: Options, limit: int, room: int) -> Options:
     """The few sizes that the target takes, whatever the limits; otherwise those that fit."""
     return sizes or tuple(n for n in _CHANNELS if n <= min(limit, max(room, 1)))
@@ -184,6 +192,7 @@ OPTIONS: dict[str, Callable[[Any, Capabilities, Limits], Options]] = {
     "value_regime": lambda x, c, m: _informative(regimes.VALUES, "zero", x.h0 in ("random", "large")),
     "do_regime": lambda x, c, m: _informative(regimes.DOS, "zero", x.dht) if c.backward else ("random",),
     "scale": lambda x, c, m: _if(c.scale, None, 1.0, 0.125),
+    "final_state": lambda x, c, m: _final_state(x, c),
     "q_exponent": lambda x, c, m: (0, -4) if x.dtype == "float16" else (0, -4, 6),
     "v_exponent": lambda x, c, m: (0, -6, 4) if x.dtype == "float16" else (0, -6, 10),
     "do_exponent": lambda x, c, m: (0, -6, 3) if x.dtype == "float16" else (0, -10, 6),
@@ -222,6 +231,7 @@ READS: dict[str, tuple[str, ...]] = {
     "q_exponent": ("dtype",),
     "v_exponent": ("dtype",),
     "do_exponent": ("dtype",),
+    "final_state": ("dht",),
     "layout": ("heads", "groups"),
 }
 """Earlier knobs on which the options of a knob depend."""

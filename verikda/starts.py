@@ -28,6 +28,7 @@ _WITH = {
     "gate_in_kernel": ("dtype",),
     "lower_bound": ("dtype", "gate_in_kernel"),
     "gate_magnitude": ("dtype", "gate_in_kernel", "lower_bound"),
+    "final_state": ("dht",),
 }
 """Knobs whose options the stratified start counts apart for each value of other knobs."""
 

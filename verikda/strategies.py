@@ -215,6 +215,8 @@ def describe(case: Case) -> str:
     parts += [flag for flag in _FLAGS if getattr(case, flag)]
     if not case.recompute:
         parts.append("no recompute")
+    if not case.final_state:
+        parts.append("no final state")
     if case.layout != "contiguous":
         parts.append(case.layout)
     if case.overrides:

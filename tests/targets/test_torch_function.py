@@ -120,6 +120,19 @@ def test_tensors_arrive_as_asked():
     assert not seen["grad"]
 
 
+def test_the_final_state_is_asked_for_or_not():
+    asked = []
+
+    def f(q, k, v, g, beta, output_final_state=False):
+        asked.append(output_final_state)
+        return toy_kda.chunk_kda(q, k, v, g, beta, output_final_state=output_final_state)
+
+    call = calls.make(h0=False, dht=False)
+    assert "ht" in target(f).run(call).outputs
+    assert "ht" not in target(f).run(replace(call, final_state=False)).outputs
+    assert asked == [True, False]
+
+
 def test_what_ran_is_recorded():
     ran = target().run(calls.make(backward=False)).ran
     assert "toy_kda.chunk_kda" in ran

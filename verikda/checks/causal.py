@@ -121,7 +121,7 @@ def _split_aligned(ctx: Context) -> Outcome:
     chunk = ctx.contract.chunk or 1
     _, start, stop = ctx.call.problem.spans[0]
     cut = chunk * max(1, (stop - start - 1) // chunk // 2)
-    (before, _), (after, _) = run_split(ctx, cut)
+    (before, _), (after, _), _ = run_split(ctx, cut)
     whole = ctx.result.outputs
     outputs: dict[str, Array] = {}
     for name in TOKEN_OUTPUTS:
@@ -129,7 +129,8 @@ def _split_aligned(ctx: Context) -> Outcome:
             outputs[name] = np.zeros_like(whole[name])
             outputs[name][:, start : start + cut] = before.outputs[name]
             outputs[name][:, start + cut : stop] = after.outputs[name]
-    outputs["ht"] = after.outputs["ht"]
+    if "ht" in whole:
+        outputs["ht"] = after.outputs["ht"]
     if ctx.call.problem.h0 is not None and "dh0" in before.outputs:
         outputs["dh0"] = before.outputs["dh0"]
     joined = replace(ctx.result, outputs=outputs, dtypes={**after.dtypes, **before.dtypes})

@@ -28,7 +28,8 @@ def from_judgement(check: str, judgement: Judgement, detail: str = "") -> Outcom
 def promised(ctx: Context) -> tuple[str, ...]:
     """Outputs that the target's capabilities say this call returns."""
     p = ctx.call.problem
-    names = ["o"] + ["ht"] * (ctx.capabilities.initial_state or ctx.capabilities.dht)
+    has_state = ctx.capabilities.initial_state or ctx.capabilities.dht
+    names = ["o"] + ["ht"] * (has_state and ctx.call.final_state)
     if ctx.call.backward:
         given = [n for n in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias") if getattr(p, n) is not None]
         names += [f"d{n}" for n in given]
@@ -96,8 +97,17 @@ def can_split(ctx: Context) -> str | None:
     return None
 
 
-def run_split(ctx: Context, cut: int) -> tuple[tuple[Result, Call], tuple[Result, Call]]:
-    """Tokens before and after `cut` as two calls: state carried forward, its gradient carried back."""
+Part = tuple[Result, Call]
+
+
+def run_split(ctx: Context, cut: int) -> tuple[Part, Part, Part]:
+    """Tokens before and after `cut` as two calls: state carried forward, its gradient carried back.
+
+    Returns
+    -------
+    before, after : the two parts.
+    first : the part before `cut` as it was first run, without gradients, for the state alone.
+    """
     call, p = ctx.call, ctx.call.problem
     _, start, stop = p.spans[0]
     rows = {name: getattr(p, name) for name in TOKENS if getattr(p, name) is not None}
@@ -110,10 +120,11 @@ def run_split(ctx: Context, cut: int) -> tuple[tuple[Result, Call], tuple[Result
     def part(tokens: dict[str, object], backward: bool, **states: object) -> Call:
         dtypes = {**call.dtypes, "h0": "float32", "dht": "float32"}
         problem = revised(p, {**tokens, **states})
-        return replace(call, backward=backward, dtypes=dtypes, problem=problem)
+        return replace(call, backward=backward, dtypes=dtypes, problem=problem, final_state=True)
 
     early = part(first, False, dht=None)
     before = ctx.run(early)
+    alone = before, early
     late = part(second, call.backward, h0=_finite(before, "ht"))
     after = ctx.run(late)
     if call.backward:
@@ -121,7 +132,7 @@ def run_split(ctx: Context, cut: int) -> tuple[tuple[Result, Call], tuple[Result
             raise Malformed("an initial state was given, but no gradient of it came back")
         early = part(first, True, dht=_finite(after, "dh0"))
         before = ctx.run(early)
-    return (before, early), (after, late)
+    return (before, early), (after, late), alone
 
 
 def _finite(result: Result, name: str) -> Array:
@@ -140,12 +151,16 @@ def _can_split_anywhere(ctx: Context) -> str | None:
 
 
 def _split_anywhere(ctx: Context) -> Outcome:
-    """Each part by its own truth: what was handed over is an input of the other, so nothing is counted twice."""
+    """Each part by its own truth: what was handed over is an input of the other, so nothing is counted twice.
+
+    The part before the cut is judged as it was run without gradients too: calls of inference may take other kernels.
+    """
     _, start, stop = ctx.call.problem.spans[0]
     n = stop - start
     cut = n - 1 if n % 2 else 1 + n // 3  # one decode step, or well off the chunk grid
     worst: dict[str, float] = {}
-    for name, (result, call) in zip(("before", "after"), run_split(ctx, cut), strict=True):
+    parts = dict(zip(("before", "after", "without gradients before"), run_split(ctx, cut), strict=True))
+    for name, (result, call) in parts.items():
         out = from_judgement("split_anywhere", ctx.judge(result, call), f"tokens {name} a cut at {cut}")
         worst = {k: max(worst.get(k, 0.0), out.ratios.get(k, 0.0)) for k in {*worst, *out.ratios}}
         if out.verdict == "fail":

@@ -39,7 +39,7 @@ Entry = tuple[int, int]
 """(slot, tokens to append)."""
 
 _FIXED: dict[str, Any] = {
-    **{"packed": False, "lengths": (1,), "h0": "none", "dht": False, "layout": "contiguous"},
+    **{"packed": False, "lengths": (1,), "h0": "none", "dht": False, "layout": "contiguous", "final_state": True},
     **{"q_exponent": 0, "v_exponent": 0, "do_exponent": 0, "chunk_size": [16, 32, 64]},
     # regimes that draw a row without knowing the length of its sequence, which is not known in decode
     "gate_regime": ["random", "slow", "bound", "mixed", "zero", "heads", "model"],

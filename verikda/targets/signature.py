@@ -98,7 +98,7 @@ class Signature:
                 None if plain and self.defaults.get("scale", 0) is None else p.scale,
                 plain,
             ),
-            "output_final_state": (True, p.dht is None),
+            "output_final_state": (call.final_state, p.dht is None),
             "use_qk_l2norm_in_kernel": (p.qk_l2norm, not p.qk_l2norm),
             "use_gate_in_kernel": (p.gate in ("softplus", "bounded"), p.gate in ("none", "log")),
             "lower_bound": (p.lower_bound, p.lower_bound is None),

@@ -85,7 +85,7 @@ class TorchFunction(FunctionTarget):
         # Without a backward the call is one of inference, where dispatchers may choose other kernels.
         with torch.set_grad_enabled(call.backward), poisoned():
             answer = self.guarded(lambda: self.function(**keywords))
-            o, ht = outputs(answer, call, self.signature.has("output_final_state"))
+            o, ht = outputs(answer, call, self.signature.has("output_final_state") and call.final_state)
             found: dict[str, Any] = {"o": o} if ht is None else {"o": o, "ht": ht}
             if call.backward and (o.requires_grad or not has_tokens(call)):
                 found |= gradients(call, o, ht, views, self.guarded)

@@ -1,0 +1,67 @@
+"""Calls of every kind that users make are made: without gradients and without a final state.
+
+What could go wrong here: a kind of call that no case asks for, so that whatever is wrong in it alone passes.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from verikda.case import Case
+from verikda.checks import named
+from verikda.profiles import PROFILES
+from verikda.run_case import CaseReport, run_case
+from verikda.search import Search, Settings
+
+torch = pytest.importorskip("torch", reason="the torch adapter needs PyTorch: pip install 'verikda[torch]'")
+
+import toy_kda  # noqa: E402
+
+from verikda.targets.torch_function import TorchFunction  # noqa: E402
+
+
+def broken(where: str) -> TorchFunction:
+    """The token recurrence in torch, whose output is wrong in calls of one kind only."""
+
+    @wraps(toy_kda.chunk_kda)
+    def function(**arguments: Any) -> Any:
+        o, ht = toy_kda.chunk_kda(**arguments)
+        wrong = {
+            "nowhere": False,
+            "inference": not torch.is_grad_enabled(),
+            "no final state": not arguments["output_final_state"],
+        }
+        return (1.5 * o if wrong[where] else o), ht
+
+    return TorchFunction(function, where, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("where", "knobs", "checks"),
+    [
+        ("inference", {"lengths": (9,)}, ("split_anywhere",)),
+        ("no final state", {"lengths": (9,), "final_state": False}, ("floor",)),
+    ],
+)
+def test_what_only_some_kinds_of_calls_get_wrong(where: str, knobs: dict[str, Any], checks: tuple[str, ...]) -> None:
+    case = Case(**{"K": 4, "V": 3, "seed": 1} | knobs)
+    assert run_case(broken("nowhere"), case, named(checks)).verdict == "pass"
+    report = run_case(broken(where), case, named(checks))
+    assert report.verdict == "fail"
+    assert "o" in {f.output for f in report.failures}
+
+
+@pytest.mark.parametrize("where", ["inference", "no final state"])
+def test_the_dev_profile_asks_for_every_kind_of_call(where: str) -> None:
+    target = broken(where)
+
+    def stop(report: CaseReport) -> None:
+        if report.verdict == "fail":
+            raise KeyboardInterrupt
+
+    search = Search(target, Settings.of(PROFILES["dev"]), on_report=stop)
+    assert search.run().failed_cases == 1
+    assert sum(search.summary.verdicts.values()) <= 40, "not in the fixed start"
