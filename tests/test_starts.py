@@ -14,7 +14,7 @@ from verikda import regimes
 from verikda.blocks import SMALLEST
 from verikda.call import Capabilities
 from verikda.permits import permits
-from verikda.starts import coherent_cases, long_cases, stratified
+from verikda.starts import coherent_cases, long_cases, stratified, wide_cases
 from verikda.strategies import length_class
 
 
@@ -97,6 +97,20 @@ def test_a_long_case_has_more_elements_than_16_bits_count(c: Capabilities) -> No
         sizes = {name: math.prod(shape) for name, shape in long.shapes.items()}
         assert min(sizes[name] for name in ("q", "k", "v", "g", "do")) > 1 << 16
         assert long.HV * long.K * long.V <= 1024, "each element of a state costs time in every token"
+
+
+def test_wide_cases_have_the_channels_of_models_and_hear_them_all() -> None:
+    some = wide_cases(n=16)
+    assert some[:8] == wide_cases(n=8)
+    assert not set(some) & set(wide_cases(n=16, variant=1))
+    assert min(min(c.K, c.V) for c in some) > 64
+    assert sum(c.K == 128 for c in some) >= 4
+    assert {c.dtype for c in some} == {"float16", "bfloat16", "float32"}
+    assert {c.chunk_size for c in some} == {16, 32, 64}
+    assert any(max(c.lengths) > c.chunk_size for c in some), "no state between chunks"
+    assert all(sum(c.lengths) <= 80 and c.h0 == "random" and c.dht for c in some)
+    few = wide_cases(SMALL, 2)
+    assert all(outside(c, SMALL) == [] for c in few)
 
 
 def test_coherent_cases_have_few_terms_in_many_blocks_and_each_dtype() -> None:

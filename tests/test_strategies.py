@@ -19,7 +19,7 @@ from verikda.call import Capabilities
 from verikda.case import H0, LAYOUTS, Case
 from verikda.inputs import make_call
 from verikda.permits import permits
-from verikda.starts import coherent_cases, stratified
+from verikda.starts import coherent_cases, stratified, wide_cases
 from verikda.strategies import cases, describe, labels, length_class
 
 SMALL = Capabilities(
@@ -128,7 +128,7 @@ def test_cases_are_valid_stable_and_within_limits(case: Case) -> None:
 def test_cases_stay_within_any_capabilities(data: st.DataObject, c: Capabilities) -> None:
     case = data.draw(cases(c, max_tokens=40))
     assert outside(case, c) == []
-    assert all(outside(case, c) == [] for case in (*stratified(c, 4), *coherent_cases(c, 2)))
+    assert all(outside(case, c) == [] for case in (*stratified(c, 4), *coherent_cases(c, 2), *wide_cases(c, 2)))
 
 
 def test_nothing_is_drawn_and_thrown_away() -> None:

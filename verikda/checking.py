@@ -28,7 +28,7 @@ from verikda.targets.contracts import DEFAULT, NAMES
 from verikda.targets.function import FunctionTarget
 from verikda.worst import Corpus
 
-_TOLD = ("cases", "stratified", "long", "coherent", "brink", "turns", "seconds", "limit", "seed")
+_TOLD = ("cases", "stratified", "long", "wide", "coherent", "brink", "turns", "seconds", "limit", "seed")
 """Settings that a record opens with."""
 
 

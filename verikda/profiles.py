@@ -14,6 +14,7 @@ class Profile:
     cases : how many in all.
     stratified : how many of them are the fixed start in which every regime, dtype, flag and length class appears.
     long : whether a few cases have thousands of tokens.
+    wide : how many cases more have the channels of real models.
     coherent : how many cases more the fixed start has in which one rounding is the whole error.
     brink : how many more in float16 whose largest number is just below 65504.
     turns : checks per case beside those that cost no further call.
@@ -23,6 +24,7 @@ class Profile:
     cases: int
     stratified: int
     long: bool
+    wide: int
     coherent: int
     brink: int
     turns: int
@@ -30,11 +32,11 @@ class Profile:
 
 
 PROFILES = {
-    "dev": Profile(60, 40, False, 0, 0, 2, "a look while developing"),
-    "ci": Profile(250, 100, True, 40, 8, 2, "the same cases in every run: red means that the change did it"),
-    "gpu": Profile(1000, 200, True, 80, 16, 3, "a machine with a GPU"),
-    "nightly": Profile(10_000, 400, True, 160, 32, 3, "many new cases"),
+    "dev": Profile(60, 40, False, 2, 0, 0, 2, "a look while developing"),
+    "ci": Profile(250, 100, True, 8, 40, 8, 2, "the same cases in every run: red means that the change did it"),
+    "gpu": Profile(1000, 200, True, 16, 80, 16, 3, "a machine with a GPU"),
+    "nightly": Profile(10_000, 400, True, 32, 160, 32, 3, "many new cases"),
     "hunt": Profile(
-        2_000, 200, True, 80, 16, 1, "the worst case: enough for Hypothesis to climb (below 1000 it has one pass)"
+        2_000, 200, True, 16, 80, 16, 1, "the worst case: enough for Hypothesis to climb (below 1000 it has one pass)"
     ),
 }

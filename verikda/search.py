@@ -21,7 +21,7 @@ from verikda.interrupts import held
 from verikda.permits import permits
 from verikda.run_case import CaseReport, run_case
 from verikda.shrink import shrink
-from verikda.starts import brink_cases, coherent_cases, long_cases, stratified
+from verikda.starts import brink_cases, coherent_cases, long_cases, stratified, wide_cases
 from verikda.strategies import cases, labels
 from verikda.targets.base import Target
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from verikda.profiles import Profile
 
 _BEFORE_LONG = 8
-"""Cases of the start that are tried before the long ones: whatever shows at all mostly shows in these."""
+"""Cases of the start that are tried before the long and the wide ones: whatever shows at all mostly shows in these."""
 
 _BEFORE_COHERENT = 20
 """And before the coherent ones, which show little else than one rounding too many, and those on the brink."""
@@ -44,6 +44,7 @@ class Settings:
     cases : how many cases, corpus and stratified start included.
     stratified : how many of them are the start in which every regime appears, the same for the same seed.
     long : whether cases of thousands of tokens follow on the first few.
+    wide : how many more with the channels of real models follow on those.
     coherent : how many more cases of few terms, where one rounding is the whole error, the start has later on.
     brink : how many more in float16 just below its largest number.
     turns : further checks per case beside those that cost no call.
@@ -57,6 +58,7 @@ class Settings:
     cases: int = 100
     stratified: int = 60
     long: bool = False
+    wide: int = 0
     coherent: int = 0
     brink: int = 0
     turns: int = 2
@@ -81,6 +83,7 @@ class Settings:
             cases=profile.cases if cases is None else cases,
             stratified=profile.stratified,
             long=profile.long,
+            wide=profile.wide,
             coherent=profile.coherent,
             brink=profile.brink,
             turns=profile.turns,
@@ -210,7 +213,7 @@ class Search:
         return self.summary
 
     def _start(self) -> Iterator[Case]:
-        """The fixed start: the stratified cases, after the first few the long ones.
+        """The fixed start: the stratified cases, after the first few the long and the wide ones.
 
         Later on a coherent one after each two, and one on the brink after each ten.
         """
@@ -219,6 +222,7 @@ class Search:
         yield from start[:_BEFORE_LONG]
         if settings.long:
             yield from long_cases(capabilities, variant=settings.seed)
+        yield from wide_cases(capabilities, settings.wide, variant=settings.seed)
         yield from start[_BEFORE_LONG:_BEFORE_COHERENT]
         coherent = iter(coherent_cases(capabilities, settings.coherent, variant=settings.seed))
         brink = iter(brink_cases(capabilities, settings.brink, variant=settings.seed))

@@ -1,7 +1,7 @@
 """What a search starts with: cases that are always the same, each kind for what random ones would find late or never.
 
-Every option of every knob (`stratified`), thousands of tokens (`long_cases`), sums of few terms (`coherent_cases`) and
-float16 just below its end (`brink_cases`).
+Every option of every knob (`stratified`), thousands of tokens (`long_cases`), the channels of real models
+(`wide_cases`), sums of few terms (`coherent_cases`) and float16 just below its end (`brink_cases`).
 """
 
 from __future__ import annotations
@@ -106,6 +106,26 @@ _LIVELY: dict[str, Any] = {
 _LONG: tuple[dict[str, Any], dict[str, Any]] = {"packed": False, "lengths": (2200,)}, {"K": [32], "V": [32]}
 """2,200 x 32 is beyond 2^16."""
 
+_WIDE: dict[str, Any] = {
+    "K": [128, 128, 256, 100],
+    "V": [128, 128, 256, 100],
+    "heads": [1, 1, 2],
+    "groups": [1, 1, 2],
+    "h0": "random",
+    "dht": True,
+    "key_regime": ["random", "collinear"],
+    "query_regime": ["random", "keys"],
+    "beta_regime": ["random", "near_one"],
+    "value_regime": "random",
+    "do_regime": "random",
+    "gate_regime": ["slow", "mixed", "heads", "random"],
+    "gate_magnitude": 1.0,
+}
+"""Sizes of which the smallest is beyond those of the other cases, and knobs with which every channel is heard."""
+
+_WIDE_TOKENS = 80
+"""Enough for two chunks of any size."""
+
 _FEW_TERMS: dict[str, Any] = {
     "rule": "kda",
     "heads": 3,
@@ -184,6 +204,23 @@ def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) ->
         with suppress(ValueError):
             made.append(wished_case(c, fixed, _LIVELY | sizes, limits=limits, variant=variant))
     return made
+
+
+def wide_cases(capabilities: Capabilities | None = None, n: int = 8, *, variant: int = 0) -> list[Case]:
+    """`n` cases with the channels that models have, few tokens and few heads.
+
+    Kernels cut channels into tiles of 32 or 64, or have code of their own for 128, and all of that is out of reach of
+    the other cases, which have up to 64.
+
+    Parameters
+    ----------
+    capabilities : of the target; what they do not allow is drawn as `stratified` does.
+    n : how many.
+    variant : another number gives other values.
+    """
+    c = capabilities or Capabilities()
+    limits = Limits(max_tokens=_WIDE_TOKENS)
+    return stratified(c, n, variant=variant, **vars(limits), **_granted(c, {}, _WIDE, limits))
 
 
 def coherent_cases(capabilities: Capabilities | None = None, n: int = 40, *, variant: int = 0) -> list[Case]:

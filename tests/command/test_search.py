@@ -23,7 +23,7 @@ from verikda.finding import Finding
 from verikda.run_case import run_case
 from verikda.search import Search, Settings
 from verikda.shrink import candidates, shrink
-from verikda.starts import brink_cases, coherent_cases, long_cases, stratified
+from verikda.starts import brink_cases, coherent_cases, long_cases, stratified, wide_cases
 from verikda.targets import resolve
 from verikda.zoo.faults import Fault, forget
 from verikda.zoo.target import ZooTarget
@@ -107,6 +107,15 @@ def test_long_cases_come_after_the_first_few_and_another_seed_is_another_start()
         start = stratified(capabilities, 12, variant=seed)
         assert seen == [*start[:8], *long_cases(capabilities, variant=seed), *start[8:]]
     assert not set(first) & set(second)
+
+
+def test_wide_cases_come_after_the_first_few_too() -> None:
+    seen: list[Case] = []
+    settings = Settings(cases=14, stratified=12, wide=2, checks=(), seed=1)
+    Search(ZooTarget(), settings, on_report=lambda report: seen.append(report.case)).run()
+    capabilities = ZooTarget().capabilities
+    start = stratified(capabilities, 12, variant=1)
+    assert seen == [*start[:8], *wide_cases(capabilities, 2, variant=1), *start[8:]]
 
 
 def test_coherent_cases_come_after_twenty_as_every_third_and_those_on_the_brink_after_each_ten() -> None:

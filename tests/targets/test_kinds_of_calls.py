@@ -1,4 +1,4 @@
-"""Calls of every kind that users make are made: without gradients and without a final state.
+"""Calls of every kind that users make are made: without gradients, without a final state, with the channels of models.
 
 What could go wrong here: a kind of call that no case asks for, so that whatever is wrong in it alone passes.
 """
@@ -15,6 +15,7 @@ from verikda.checks import named
 from verikda.profiles import PROFILES
 from verikda.run_case import CaseReport, run_case
 from verikda.search import Search, Settings
+from verikda.starts import wide_cases
 
 torch = pytest.importorskip("torch", reason="the torch adapter needs PyTorch: pip install 'verikda[torch]'")
 
@@ -33,6 +34,7 @@ def broken(where: str) -> TorchFunction:
             "nowhere": False,
             "inference": not torch.is_grad_enabled(),
             "no final state": not arguments["output_final_state"],
+            "wide": arguments["q"].shape[-1] > 64,
         }
         return (1.5 * o if wrong[where] else o), ht
 
@@ -44,17 +46,18 @@ def broken(where: str) -> TorchFunction:
     [
         ("inference", {"lengths": (9,)}, ("split_anywhere",)),
         ("no final state", {"lengths": (9,), "final_state": False}, ("floor",)),
+        ("wide", {}, ("floor",)),
     ],
 )
 def test_what_only_some_kinds_of_calls_get_wrong(where: str, knobs: dict[str, Any], checks: tuple[str, ...]) -> None:
-    case = Case(**{"K": 4, "V": 3, "seed": 1} | knobs)
+    case = Case(**{"K": 4, "V": 3, "seed": 1} | knobs) if knobs else wide_cases(n=1)[0]
     assert run_case(broken("nowhere"), case, named(checks)).verdict == "pass"
     report = run_case(broken(where), case, named(checks))
     assert report.verdict == "fail"
     assert "o" in {f.output for f in report.failures}
 
 
-@pytest.mark.parametrize("where", ["inference", "no final state"])
+@pytest.mark.parametrize("where", ["inference", "no final state", "wide"])
 def test_the_dev_profile_asks_for_every_kind_of_call(where: str) -> None:
     target = broken(where)
 

@@ -73,7 +73,10 @@ def settings(seed: int) -> Settings:
 def budget() -> dict[str, object]:
     """What a record of kills depends on; records with another one are not continued."""
     s = settings(0)
-    return {name: getattr(s, name) for name in ("cases", "stratified", "long", "coherent", "brink", "turns", "limit")}
+    return {
+        name: getattr(s, name)
+        for name in ("cases", "stratified", "long", "wide", "coherent", "brink", "turns", "limit")
+    }
 
 
 def hunt(subject: Specimen, seed: int) -> Kill:
