@@ -78,10 +78,12 @@ def test_another_variant_is_another_start_and_as_complete() -> None:
 
 
 def test_long_cases_have_every_tail_and_thousands_of_tokens() -> None:
-    tails, long = long_cases()
+    tails, long, kept = long_cases()
     assert set(tails.lengths) >= set(range(65))
     assert long.T > 2048
-    for case in (tails, long, *long_cases(variant=3)):
+    assert (kept.lengths, kept.beta_regime, kept.gate_regime, kept.h0) == ((2200,), "tiny", "tiny_steps", "large")
+    assert {long_cases(variant=i)[2].dtype for i in range(9)} == {"bfloat16", "float16"}
+    for case in (tails, long, *long_cases(variant=3)[:2]):
         assert (case.dtype, case.h0, case.dht, case.gate_regime) == ("float32", "random", True, "slow")
     assert tails.HV * tails.K * tails.V <= 16
     (only,) = long_cases(SMALL)

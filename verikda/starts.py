@@ -106,6 +106,9 @@ _LIVELY: dict[str, Any] = {
 _LONG: tuple[dict[str, Any], dict[str, Any]] = {"packed": False, "lengths": (2200,)}, {"K": [32], "V": [32]}
 """2,200 x 32 is beyond 2^16."""
 
+_KEPT: dict[str, Any] = {"beta_regime": "tiny", "gate_regime": "tiny_steps", "h0": "large"}
+"""Knobs with which a large state is changed by less, from chunk to chunk, than 16 bits of it hold."""
+
 _WIDE: dict[str, Any] = {
     "K": [128, 128, 256, 100],
     "V": [128, 128, 256, 100],
@@ -191,6 +194,9 @@ def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) ->
     sequence of 2,200 tokens with more than 2^16 elements of q, k, v and g, so that what restarts, drifts or wraps round
     by then is seen: an offset of 16 bits stands for one of 32. A target that takes no packs gets the second only. As
     far as the capabilities allow, nothing fades on the way: slow gates, states, float32.
+
+    A third, in 16 bits, where initial states are taken: as long, with small changes of a large state, which are lost
+    where the running state is kept in 16 bits.
     """
     c = capabilities or Capabilities()
     shapes = [_LONG]
@@ -198,11 +204,16 @@ def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) ->
         lengths = tuple(range(0 if c.empty else 1, 66))
         tails = {"packed": True, "lengths": lengths, "chunk_size": max(c.chunk_sizes)}
         shapes.insert(0, (tails, {"K": [2, 3, 4], "V": [2, 3, 4]}))
+    wishes = [_LIVELY] * len(shapes)
+    narrow = [x for x in ("bfloat16", "float16") if x in c.dtypes]
+    if narrow and c.initial_state:
+        shapes.append(_LONG)
+        wishes.append(_LIVELY | _KEPT | {"dtype": narrow})
     limits = Limits(max_tokens=4096)
     made = []
-    for fixed, sizes in shapes:
+    for (fixed, sizes), wish in zip(shapes, wishes, strict=True):
         with suppress(ValueError):
-            made.append(wished_case(c, fixed, _LIVELY | sizes, limits=limits, variant=variant))
+            made.append(wished_case(c, fixed, wish | sizes, limits=limits, variant=variant))
     return made
 
 

@@ -95,7 +95,7 @@ def test_the_same_seed_finds_the_same() -> None:
 
 def started(seed: int) -> list[Case]:
     seen: list[Case] = []
-    settings = Settings(cases=14, stratified=12, long=True, checks=(), seed=seed)
+    settings = Settings(cases=15, stratified=12, long=True, checks=(), seed=seed)
     Search(ZooTarget(), settings, on_report=lambda report: seen.append(report.case)).run()
     return seen
 

@@ -15,7 +15,9 @@ from verikda.checks import named
 from verikda.profiles import PROFILES
 from verikda.run_case import CaseReport, run_case
 from verikda.search import Search, Settings
-from verikda.starts import wide_cases
+from verikda.starts import long_cases, wide_cases
+from verikda.zoo.faults import Fault
+from verikda.zoo.target import ZooTarget
 
 torch = pytest.importorskip("torch", reason="the torch adapter needs PyTorch: pip install 'verikda[torch]'")
 
@@ -68,3 +70,13 @@ def test_the_dev_profile_asks_for_every_kind_of_call(where: str) -> None:
     search = Search(target, Settings.of(PROFILES["dev"]), on_report=stop)
     assert search.run().failed_cases == 1
     assert sum(search.summary.verdicts.values()) <= 40, "not in the fixed start"
+
+
+@pytest.mark.parametrize("variant", [0, 2])
+def test_a_state_in_16_bits_loses_small_changes_in_the_long_run(variant: int) -> None:
+    """By value, since not every target promises bits that a split at a chunk would compare."""
+    case = long_cases(ZooTarget().capabilities, variant=variant)[2]
+    assert case.dtype != "float32"
+    assert run_case(ZooTarget(), case, named(("floor",))).verdict == "pass"
+    report = run_case(ZooTarget(Fault.STATE_IN_BF16), case, named(("floor",)))
+    assert max(f.ratio or 0.0 for f in report.failures if f.output == "ht") > 40
