@@ -44,7 +44,7 @@ def test_stratified_regimes_meet_lengths_that_can_show_them() -> None:
                 assert len(with_it) <= 40, name
 
 
-START = "6905d133f0bf9af2"
+START = "6072976b960bb295"
 """Digest of the first 60 cases, so that two machines are known to start alike."""
 
 

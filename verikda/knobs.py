@@ -130,7 +130,8 @@ def length_classes(x: SimpleNamespace, c: Capabilities, m: Limits) -> dict[str, 
     if not x.packed:
         single: dict[str, int] = {str(n): n for n in (1, 2, 3, 15, 16, 17, 31, 40, 100)} | near
         classes: dict[str, tuple[int, ...]] = {name: (n,) for name, n in single.items()}
-        classes |= {f"2 x {name}": (n, n) for name, n in single.items() if name in ("1", "17", "C", "C+1")}
+        classes |= {f"2 x {name}": (n, n) for name, n in single.items() if name in ("1", "17", "C-1", "C", "C+1")}
+        classes |= {f"3 x {name}": (n, n, n) for name, n in single.items() if name in ("16", "40")}
     else:
         classes = {
             "pack 1": (1,),
