@@ -182,7 +182,9 @@ def test_random_search_reaches_most_of_everything() -> None:
     found = seen(drawn)
     for name, want in EVERYTHING.items():
         assert len(found[name] & want) >= 0.7 * len(want), name
-    assert {len(case.overrides) for case in drawn} >= {0, 1, 2}
+    numbers = {len(case.overrides) for case in drawn}
+    assert 0 in numbers
+    assert len(numbers) > 2
     assert {item[0] for case in drawn for item in case.overrides} >= {"q", "k", "v", "g", "beta", "do"}
     usual = {n for c in stratified(n=300) for n in c.lengths}
     assert any(n not in usual for c in drawn for n in c.lengths)
@@ -344,6 +346,7 @@ CHANGED = {
     "scale": 1.0, "A_log": True, "dt_bias": True, "qk_l2norm": True, "beta_sigmoid": False,
     "allow_neg_eigval": True, "safe_gate": True, "state_v_first": True, "recompute": False, "layout": "strided",
     "seed": 1, "gate_in_kernel": False, "lower_bound": -4.0, "overrides": (("q", 0, 1.0),), "rule": "delta",
+    "final_state": False,
 }  # fmt: skip
 
 

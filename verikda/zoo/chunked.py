@@ -108,6 +108,8 @@ def chunk_kda(
         HISTORY.calls[fault.name] += 1
         plain = scale is None or fault is Fault.SCALE_IGNORED
         factor = np.float32(K**-0.5 if plain else scale)
+        if fault is Fault.GRADIENT_UNASKED and do is None and dht is None:
+            factor = np.float32(1)
         load = Loader(T if cu_seqlens is None else spans[-1][2], q.dtype, fault)
         a_log = None if A_log is None else np.array(A_log, np.float32).reshape(HV)
         bias = None if dt_bias is None else np.array(dt_bias, np.float32).reshape(HV, K)
@@ -119,6 +121,10 @@ def chunk_kda(
 
         shape = (len(spans), HV, K, V)
         h0 = load_state(initial_state, shape, state_v_first, fault)
+        if fault is Fault.FINAL_STATE_UNASKED and not output_final_state:
+            h0 = np.zeros_like(h0)
+        if fault is Fault.BATCH_STATE_OF_ROW_0 and B > 1 and HV > H:
+            h0 = np.broadcast_to(h0[:1], h0.shape)
         o, ht, chunks = forward(x, spans, h0, s)
         if fault is Fault.SECOND_CALL and s.turn % 2:
             o.flat[:1] *= np.float32(1.125)

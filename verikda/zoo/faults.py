@@ -353,6 +353,10 @@ class Fault(Enum):
     BATCH_GATE_OF_ROW_0 = _I(
         "heads", "all batch rows take the gates of row 0", ("fla #1080",), "two batch rows", ("floor", "permute_batch")
     )
+    BATCH_STATE_OF_ROW_0 = _I(
+        "heads", "grouped heads of all batch rows start with the state of row 0", (), "two batch rows, grouped, h0",
+        ("floor", "permute_batch"),
+    )  # fmt: skip
 
     # Flags
     L2NORM_IGNORED = _I("flag", "use_qk_l2norm_in_kernel ignored", ("flashinfer #5255",), "l2norm")
@@ -378,6 +382,8 @@ class Fault(Enum):
     SOFTPLUS_THRESHOLD = _I("flag", "softplus(x) = x already above 3", (), "raw gate above 3")
     SCALE_IGNORED = _I("flag", "scale is always K^-1/2", (), "another scale")
     SAFE_GATE_CLAMPS = _I("flag", "safe_gate clamps given gates at -5", (), "safe_gate, gates below -5", ("safe_gate",))
+    FINAL_STATE_UNASKED = _I("flag", "without output_final_state h0 is not read", (), "h0, no final state")
+    GRADIENT_UNASKED = _I("flag", "without gradients q is not scaled", (), "inference", ("split_anywhere",))
     CHUNK_STEP_64 = _I(
         "flag",
         "chunks step by 64 whatever their size",
@@ -459,6 +465,10 @@ class Fault(Enum):
     )
     LATE_BETA_ZERO = _I("late", "beta = 0 taken as not given: 1", (), "a beta that is 0")
     LATE_BETA_ONE = _I("late", "beta = 1: the row does not read the state", (), "a beta that is 1, a state")
+    LATE_WIDE_CHANNELS = _I("late", "channels from the 65th on are left out of Qg S", (), "K > 64, a state")
+    LATE_STATE_BF16 = _I(
+        "late", "after 16 chunks of a row the state is kept in bfloat16", (), "T > 16 C, small changes of a large state"
+    )
     ZERO_GATE_DROPPED = _I(
         "late", "pairs with no decay between them are dropped", ("fla #104", "fla #389"), "gates that are 0"
     )

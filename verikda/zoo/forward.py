@@ -139,6 +139,8 @@ def forward(x: dict[str, Array], spans: list[Span], h0: Array, s: Settings) -> t
                 S = np.zeros_like(S)
             if s.fault is Fault.STATE_IN_BF16 and start > span[1]:
                 S = bf16(S)
+            if s.fault is Fault.LATE_STATE_BF16 and start - span[1] >= 16 * s.C:
+                S = bf16(S)
             c = prepare(x, span, start, stop, s)
             out, S = advance(c, S, s)
             o[span[0], start:stop] = out[:, : c.rows].swapaxes(0, 1)
@@ -198,6 +200,8 @@ def _from_state(c: Chunk, copy: Array, s: Settings) -> Array:
     if fault is Fault.LATE_K_NOT_V:
         least = min(copy.shape[1:])
         copy = copy * (np.arange(copy.shape[1])[:, None] < least) * (np.arange(copy.shape[2]) < least)
+    if fault is Fault.LATE_WIDE_CHANNELS:
+        copy = copy * (np.arange(copy.shape[1])[:, None] < 64)
     out = c.Qg @ copy
     if fault is Fault.TAIL_OF_63_ROW_REMAP and c.rows == 63:
         out[:, 4:12] *= np.float32(1 + 2.2e-3)
