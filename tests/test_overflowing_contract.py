@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planted import Planted
 
 from verikda.call import Call, Result
 from verikda.case import Case
@@ -31,20 +32,14 @@ def test_no_alarm_on_a_healthy_target(target: str, check: str) -> None:
     assert not any(o.failures for o in outcomes)
 
 
-class NotWritten:
-    """A healthy target but for the last row of dk, which holds NaN."""
-
-    def __init__(self) -> None:
-        self.inner = resolve("emulator")
-        self.name, self.capabilities, self.contract = "planted", self.inner.capabilities, self.inner.contract
-
-    def run(self, call: Call) -> Result:
-        result = self.inner.run(call)
-        dk = result.outputs["dk"].copy()
-        dk[:, -1] = np.nan
-        return replace(result, outputs={**result.outputs, "dk": dk})
+def last_row_not_written(call: Call, result: Result) -> Result:
+    """The result with NaN in the last row of dk."""
+    dk = result.outputs["dk"].copy()
+    dk[:, -1] = np.nan
+    return replace(result, outputs={**result.outputs, "dk": dk})
 
 
 def test_nan_is_a_finding_where_the_contract_is_finite() -> None:
-    outcomes, _, _ = run_call(NotWritten(), make_call(Case(lengths=(20,), K=4, V=4)), named(("prefix",)))
+    target = Planted(resolve("emulator"), last_row_not_written)
+    outcomes, _, _ = run_call(target, make_call(Case(lengths=(20,), K=4, V=4)), named(("prefix",)))
     assert [(f.check, f.output) for o in outcomes for f in o.failures] == [("prefix", "dk")]

@@ -7,38 +7,29 @@ where there is only scatter.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from planted import Planted
 
 from oracles.contract import recurrent32
 from oracles.problem import GRADIENTS, OUTPUTS
 from verikda.call import Call, Malformed, Refused, Result
 from verikda.probes.drift import GROWS, Drift, drift_case, drifts, growth
+from verikda.targets import Target
 from verikda.targets.emulator import Emulator
 from verikda.zoo.faults import Fault
 from verikda.zoo.target import ZooTarget
 
 
-class One:
+def one(inner: Target, dtype: str = "float32") -> Planted:
     """A target with one dtype, so that a test makes one call."""
-
-    def __init__(self, inner: Any, dtype: str = "float32") -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.capabilities = inner.capabilities.__class__(dtypes=(dtype,))
-
-    def contract(self, call: Call) -> Any:
-        return self.inner.contract(call)
-
-    def run(self, call: Call) -> Result:
-        result: Result = self.inner.run(call)
-        return result
+    return Planted(inner, lambda call, result: result, dtypes=(dtype,))
 
 
 def along(fault: Fault, tokens: int, dtype: str = "float32") -> dict[str, Drift]:
-    return {d.output: d for d in drifts(One(ZooTarget(fault), dtype), tokens)}
+    return {d.output: d for d in drifts(one(ZooTarget(fault), dtype), tokens)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -53,7 +44,7 @@ def test_a_healthy_target_is_flat(dtype: str) -> None:
 
 
 def test_a_healthy_recurrence_is_flat() -> None:
-    found = {d.output: d for d in drifts(One(Emulator(recurrent32())), 512)}
+    found = {d.output: d for d in drifts(one(Emulator(recurrent32())), 512)}
     assert {d.verdict for d in found.values()} == {"pass"}
     assert {d.says for d in found.values()} <= {"", "flat"}
 
@@ -117,33 +108,28 @@ def test_growth_of_a_step_is_no_more_than_the_step() -> None:
     assert growth((1.0, math.inf)) is None
 
 
-class Broken(One):
-    def __init__(self, how: str) -> None:
-        super().__init__(ZooTarget())
-        self.how = how
-
-    def run(self, call: Call) -> Result:
-        if self.how == "refused":
+def broken(how: str) -> Planted:
+    def change(call: Call, result: Result) -> Result:
+        if how == "refused":
             raise Refused("too long")
-        if self.how == "malformed":
+        if how == "malformed":
             raise Malformed("returned nothing")
-        result = self.inner.run(call)
-        outputs = dict(result.outputs)
-        o = outputs["o"].copy()
+        o = result.outputs["o"].copy()
         o[0, -1, 0, 0] = np.nan
-        outputs["o"] = o[:, 1:] if self.how == "shape" else o
-        return Result(outputs, result.dtypes)
+        return replace(result, outputs={**result.outputs, "o": o[:, 1:] if how == "shape" else o})
+
+    return Planted(ZooTarget(), change, dtypes=("float32",))
 
 
 def test_calls_that_go_wrong() -> None:
-    (refused,) = drifts(Broken("refused"), 64)
+    (refused,) = drifts(broken("refused"), 64)
     assert (refused.verdict, refused.detail) == ("refused", "too long")
-    (malformed,) = drifts(Broken("malformed"), 64)
+    (malformed,) = drifts(broken("malformed"), 64)
     assert malformed.verdict == "fail"
-    shape = next(iter(drifts(Broken("shape"), 64)))
+    shape = next(iter(drifts(broken("shape"), 64)))
     assert (shape.output, shape.verdict) == ("o", "fail")
     assert "it must have (1, 64, 1, 4)" in shape.detail
-    nan = {d.output: d for d in drifts(Broken("nan"), 64)}["o"]
+    nan = {d.output: d for d in drifts(broken("nan"), 64)}["o"]
     assert nan.ratios[-1] == math.inf
     assert max(nan.ratios[:-1]) < 4.0
     assert nan.verdict == "fail"

@@ -7,10 +7,10 @@ for an overflow, a frontier reported for a target that has none.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from planted import Planted
 
 from verikda.call import Call, Capabilities, Refused, Result
 from verikda.case import Case
@@ -84,34 +84,25 @@ def test_the_reported_case_shows_it_and_smaller_gates_do_not() -> None:
     assert all(math.isnan(x.actual) or math.isinf(x.actual) for x in f.report.failures if x.actual is not None)
 
 
-class Bounded:
+def bounded() -> Planted:
     """A target that declines gates below -5."""
 
-    def __init__(self) -> None:
-        self.inner = ZooTarget()
-        self.name = "bounded"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self.inner.capabilities, hard_reset=False, k_sizes=(8,), dht=False)
-
-    def contract(self, call: Call) -> Any:
-        return self.inner.contract(call)
-
-    def run(self, call: Call) -> Result:
+    def decline(call: Call, result: Result) -> Result:
         if call.problem.g is not None and call.problem.gate == "log" and call.problem.g.min() < -5.0:
             raise Refused("gates below -5 are not supported")
-        return self.inner.run(call)
+        return result
+
+    return Planted(ZooTarget(), decline, hard_reset=False, k_sizes=(8,), dht=False)
 
 
 def test_refused_gates_end_the_climb_without_a_verdict() -> None:
-    f = found(Fault.NONE, "constant", target=Bounded())
+    f = found(Fault.NONE, "constant", target=bounded())
     assert (f.top, f.finite, f.verdict) == (5.0, None, "pass")
 
 
 def test_what_the_capabilities_rule_out_is_not_asked() -> None:
-    assert frontier(Bounded(), "reset", "float32", 16) is None
-    case = plain_case(Bounded().capabilities, {"lengths": (3,)}, {})
+    assert frontier(bounded(), "reset", "float32", 16) is None
+    case = plain_case(bounded().capabilities, {"lengths": (3,)}, {})
     assert (case.K, case.dht, case.h0) == (8, False, "random")
     assert plain_case(Capabilities(), {"lengths": (3,), "K": 5}, {}) == Case(
         lengths=(3,), K=5, V=4, h0="random", dht=True

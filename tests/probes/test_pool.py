@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import settings
+from planted import Planted
 
 from verikda.call import Call, Crashed, Refused, Result
 from verikda.case import Case
@@ -41,21 +42,9 @@ def by_hand(target: Target, base: Case = BASE) -> Pool:
     return machine
 
 
-class Wrapped:
+def wrapped(change: Callable[[Call, Result], Result], fault: Fault = Fault.NONE, **capabilities: Any) -> Planted:
     """A target of the zoo with something done to each call or result."""
-
-    def __init__(
-        self, change: Callable[[Call, Result], Result], fault: Fault = Fault.NONE, **capabilities: Any
-    ) -> None:
-        self.inner, self.change = ZooTarget(fault), change
-        self.name = "wrapped"
-        self.capabilities = replace(self.inner.capabilities, **capabilities)
-
-    def contract(self, call: Call) -> Any:
-        return self.inner.contract(call)
-
-    def run(self, call: Call) -> Result:
-        return self.change(call, self.inner.run(call))
+    return Planted(ZooTarget(fault), change, **capabilities)
 
 
 def test_a_healthy_target_passes_and_every_rule_runs() -> None:
@@ -68,7 +57,7 @@ def test_a_healthy_target_passes_and_every_rule_runs() -> None:
         done.extend(kinds or ["state" if p.h0 is not None else "no state"])
         return result
 
-    report = small(Wrapped(look))
+    report = small(wrapped(look))
     assert report.verdict == "pass", report.message
     assert {"empty", "packed", "batch", "state", "no state"} <= set(done)
     assert report.counts["pools"] == 12
@@ -113,7 +102,7 @@ def test_the_shortest_history_and_a_case_are_reported() -> None:
         **dict.fromkeys(("grouped", "scale", "qk_l2norm", "beta_sigmoid", "safe_gate", "state_v_first"), False),
         **{"recompute": False, "g_dtypes": ("float32",), "beta_dtypes": ("float32",)},
     }
-    faulty = Wrapped(lambda call, result: result, Fault.PACK_STATE_LEAKS, **few)
+    faulty = wrapped(lambda call, result: result, Fault.PACK_STATE_LEAKS, **few)
     report = run_pool(faulty, seed=1, examples=20, steps=4)
     assert report.repeats
     assert report.failure is not None
@@ -142,7 +131,7 @@ def test_a_fault_that_does_not_repeat_is_reported_with_its_steps() -> None:
         calls += 1
         return replace(result, outputs={**result.outputs, "o": result.outputs["o"] + (calls == 9)})
 
-    report = small(Wrapped(once))
+    report = small(wrapped(once))
     assert (report.verdict, report.repeats) == ("fail", False)
     assert "not each time: it depends on what earlier calls left behind" in report.message
     assert report.failure is not None
@@ -156,7 +145,7 @@ def test_what_is_written_into_the_pool_is_seen() -> None:
             call.problem.h0.base[-1] += 1.0  # the last slot of the pool that the state is a view of
         return result
 
-    machine = by_hand(Wrapped(scribble))
+    machine = by_hand(wrapped(scribble))
     with pytest.raises(PoolError, match="wrote into the state of slot 3"):
         machine.append(0, 2)
 
@@ -168,7 +157,7 @@ def test_none_and_a_zero_state_must_agree() -> None:
         return replace(result, outputs={**result.outputs, "o": np.nextafter(result.outputs["o"], 1.0)})
 
     with pytest.raises(PoolError, match="a zero state in place of none"):
-        by_hand(Wrapped(nudge)).append(1, 2)
+        by_hand(wrapped(nudge)).append(1, 2)
 
 
 def test_packed_and_separate_must_agree_where_it_is_promised() -> None:
@@ -178,8 +167,8 @@ def test_packed_and_separate_must_agree_where_it_is_promised() -> None:
         return replace(result, outputs={**result.outputs, "ht": np.nextafter(result.outputs["ht"], 1.0)})
 
     with pytest.raises(PoolError, match="slot 2 in the packed, against the same call alone"):
-        by_hand(Wrapped(nudge)).append_packed([(2, 3), (0, 0)])
-    machine = by_hand(Wrapped(nudge, shape_invariant=False))
+        by_hand(wrapped(nudge)).append_packed([(2, 3), (0, 0)])
+    machine = by_hand(wrapped(nudge, shape_invariant=False))
     machine.append_packed([(2, 3), (0, 0)])
     assert machine.slots[2].at == 3
 
@@ -190,7 +179,7 @@ def test_errors_within_the_floor_of_each_step_that_add_up_are_seen_in_the_whole_
         away = np.nextafter(ht, np.copysign(np.float32(np.inf), ht)).astype(np.float64)
         return replace(result, outputs={**result.outputs, "ht": away})
 
-    machine = by_hand(Wrapped(bias), replace(BASE, gate_regime="zero", beta_regime="tiny"))
+    machine = by_hand(wrapped(bias), replace(BASE, gate_regime="zero", beta_regime="tiny"))
     for _ in range(40):
         machine.append(0, 1)
     with pytest.raises(PoolError, match="step by step: "):
@@ -221,7 +210,7 @@ def test_a_refused_call_leaves_the_pool_as_it_was() -> None:
     def refuse(call: Call, result: Result) -> Result:
         raise Refused("no decode here")
 
-    report = small(Wrapped(refuse))
+    report = small(wrapped(refuse))
     assert report.verdict == "inconclusive"
     assert report.counts["refused"] > 0
 
@@ -231,7 +220,7 @@ def test_a_crash_is_a_failure() -> None:
         raise Crashed("IndexError: 7")
 
     with pytest.raises(PoolError, match="call: IndexError: 7"):
-        by_hand(Wrapped(crash)).append(0, 1)
+        by_hand(wrapped(crash)).append(0, 1)
 
 
 def test_packed_rules_are_off_for_a_target_without_packs() -> None:
@@ -239,12 +228,12 @@ def test_packed_rules_are_off_for_a_target_without_packs() -> None:
         assert call.problem.cu_seqlens is None
         return result
 
-    assert small(Wrapped(forbid, packed=False, empty=False)).verdict == "pass"
+    assert small(wrapped(forbid, packed=False, empty=False)).verdict == "pass"
 
 
 def test_a_target_without_a_state_cannot_be_asked() -> None:
-    with pytest.raises(TargetError, match="wrapped takes no initial state"):
-        pool_machine(Wrapped(lambda call, result: result, initial_state=False))
+    with pytest.raises(TargetError, match="takes no initial state"):
+        pool_machine(wrapped(lambda call, result: result, initial_state=False))
 
 
 TestPool = pool_machine(ZooTarget()).TestCase

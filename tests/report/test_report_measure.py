@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from losing import LOST, Losing
+from planted import Planted
 
 from kernels_cuda.modules import load
 from oracles.gates import log_decay
@@ -33,20 +34,13 @@ CASE = Case(
 ALL = frozenset({"ulps", "bias", "positions", "contracts"})
 
 
-class Spoiled(Emulator):
-    """The emulator with its results changed by a function."""
+def spoiled(change: Callable[[str, Any], Any], **capabilities: Any) -> Planted:
+    """The emulator with its outputs changed by a function."""
 
-    def __init__(self, change: Callable[[str, Any], Any], **capabilities: Any) -> None:
-        super().__init__()
-        self.change, self._changed = change, replace(super().capabilities, **capabilities)
+    def each(call: Call, result: Result) -> Result:
+        return replace(result, outputs={n: change(n, x.copy()) for n, x in result.outputs.items()})
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._changed
-
-    def run(self, call: Call) -> Result:
-        result = super().run(call)
-        return replace(result, outputs={n: self.change(n, x.copy()) for n, x in result.outputs.items()})
+    return Planted(Emulator(), each, **capabilities)
 
 
 def test_numbers_of_an_output_are_those_of_their_definitions() -> None:
@@ -84,7 +78,7 @@ def test_other_contracts_see_the_storage_of_16_bits() -> None:
 
 
 def test_a_wrong_output_fails_and_no_other() -> None:
-    line = measure(Spoiled(lambda n, x: x * 1.1 if n == "dv" else x), Point("regimes", CASE))
+    line = measure(spoiled(lambda n, x: x * 1.1 if n == "dv" else x), Point("regimes", CASE))
     assert line["verdict"] == "fail"
     assert {n for n, o in line["outputs"].items() if o["verdict"] == "fail"} == {"dv"}
     assert line["outputs"]["dv"]["ratio"] > 4
@@ -97,7 +91,7 @@ def test_values_that_are_not_finite_are_counted_and_end_the_measured_frontier() 
             x[0, 1, 0, :3] = np.inf
         return x
 
-    line = measure(Spoiled(spoil), Point("gates", replace(CASE, gate_regime="bound", gate_magnitude=2.0)))
+    line = measure(spoiled(spoil), Point("gates", replace(CASE, gate_regime="bound", gate_magnitude=2.0)))
     assert line["outputs"]["dk"]["nonfinite"] == 3
     assert line["outputs"]["dk"]["ratio"] == math.inf
     fine = measure(Emulator(), Point("gates", replace(CASE, gate_regime="bound", gate_magnitude=1.0)))
@@ -109,7 +103,7 @@ def test_values_that_are_not_finite_are_counted_and_end_the_measured_frontier() 
 
 def test_a_bias_shows_and_its_absence_too() -> None:
     seeds = [Point("seeds", replace(CASE, seed=s), frozenset({"bias"})) for s in range(5)]
-    drift = Spoiled(lambda n, x: x + 0.5 * ulp(x, "bfloat16") if n == "o" else x)
+    drift = spoiled(lambda n, x: x + 0.5 * ulp(x, "bfloat16") if n == "o" else x)
     for target, biased in ((Emulator(), False), (drift, True)):
         mean, error, heads = tables.bias([measure(target, p) for p in seeds])["emulator", "bfloat16", "o"]
         assert heads == 10
@@ -124,7 +118,7 @@ def test_a_crash_is_a_failure_and_a_missing_feature_is_not() -> None:
 
     line = measure(Broken(), Point("regimes", CASE))
     assert (line["verdict"], line["detail"]) == ("fail", "crashed: RuntimeError: out of luck")
-    shy = Spoiled(lambda n, x: x, dtypes=("float32",))
+    shy = spoiled(lambda n, x: x, dtypes=("float32",))
     line = measure(shy, Point("regimes", CASE))
     assert (line["verdict"], line["detail"]) == ("not run", "the target does not support dtype bfloat16")
 
@@ -161,7 +155,7 @@ def test_a_fitted_gate_has_the_decay_that_was_asked_for() -> None:
 
 
 def test_states_are_left_out_where_a_target_takes_none() -> None:
-    forward = Spoiled(lambda n, x: x, backward=False)
+    forward = spoiled(lambda n, x: x, backward=False)
     line = measure(forward, Point("regimes", CASE))
     assert set(line["outputs"]) == {"o", "ht"}
 
