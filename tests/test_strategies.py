@@ -265,7 +265,7 @@ def test_simplest_first() -> None:
         {"rule": "delta", "beta_regime": "up_to_two"},
         {"g_dtype": "same", "gate_magnitude": 7.5},
         {"seed": [1, 2], "overrides": False},
-        {"overrides": (("v", 0, 3.0),)},
+        {"overrides": (("v", 0, 3.0),), "lengths": [(3,), (4,)]},  # a case without a token has no such element
         {"final_state": False},
         {"final_state": True, "dht": False},
     ],

@@ -53,7 +53,7 @@ def cases(
         a complete implementation.
     max_tokens, max_channels, max_heads, max_state : see `verikda.knobs.Limits`.
     unstable : also draw regimes outside the stable domain (positive gates, unnormalised keys).
-    overrides : whether up to 8 single elements are written, or which.
+    overrides : whether up to 8 single elements are written, or which; then fix sizes with which every case has them.
     **fixed : a field of `Case` fixed to one value, or restricted to a list of values.
 
     Raises
