@@ -48,8 +48,8 @@ What no number of this page reaches:
   relation is broken: a gradient off by 1e-3 shows in float32, not in bfloat16. A contract that declares more
   rounding than there is hides as much.
 - **Sizes never drawn.** Up to 160 tokens, 64 channels and 4 value heads, a few cases of 80 tokens and 256 channels,
-  and three of about 2,200 tokens with few channels. What starts later or wider (32-bit offsets, 65,535 blocks, drift over 100,000 tokens) needs cases of
-  its own.
+  and three of about 2,200 tokens with few channels. What starts later or wider (32-bit offsets, 65,535 blocks, drift
+  over 100,000 tokens) needs cases of its own.
 - **Rare coincidences.** Every option of every knob comes up, not every combination: a fault that needs one length
   together with one width, one dtype and one flag may stay unseen within the budget.
 - **Schedules of a GPU.** Races, missing waits and fences, hangs, tuned configurations and work lost to other
