@@ -7,7 +7,7 @@ from verikda.case import Case
 
 
 def permits(c: Capabilities, case: Case) -> str | None:
-    """None where every knob of `case` lies within the capabilities, otherwise the first limit it breaks and its note."""
+    """None where every knob of `case` is within the capabilities, otherwise the first limit it breaks and its note."""
     limits: tuple[tuple[bool, str, str], ...] = (
         (case.dtype in c.dtypes, "dtypes", f"dtype {case.dtype}"),
         (case.rule in c.rules, "rules", f"rule {case.rule}"),
