@@ -32,7 +32,7 @@ def test_the_evidence_would_show_an_alarm(tmp_path: Path, capsys: pytest.Capture
     from verikda.targets import resolve
 
     record = str(tmp_path / "shares.jsonl")
-    options = ["--dtype", "float32", "--cases", "6", "--json", record]
+    options = ["--dtype", "float32", "--cases", "8", "--json", record]
     assert main(["--target", "zoo:DV_OFF", *options]) == 1
     assert main(["--target", "zoo", *options]) == 0
     assert main(["--target", "zoo", "--seed", "1", *options]) == 0
@@ -40,9 +40,9 @@ def test_the_evidence_would_show_an_alarm(tmp_path: Path, capsys: pytest.Capture
     assert main(["--table", record]) == 1
     rows = capsys.readouterr().out.splitlines()
     healthy, faulty = ([x.strip() for x in rows[i].split("|")[1:-1]] for i in (3, 2))
-    assert healthy[:6] == ["zoo:NONE", "float32", "12", "12", "0", "0"]
-    assert faulty[:3] == ["zoo:DV_OFF", "float32", "6"]
-    assert int(faulty[5]) >= 3
+    assert healthy[:6] == ["zoo:NONE", "float32", "16", "16", "0", "0"]
+    assert faulty[:3] == ["zoo:DV_OFF", "float32", "8"]
+    assert int(faulty[5]) >= 5
     assert rows[4].startswith("FAIL zoo:DV_OFF float32: dv[")
     case = Case.from_json(rows[5])
     assert run_case(resolve("zoo:DV_OFF"), case, named(("floor",))).verdict == "fail"

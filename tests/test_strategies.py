@@ -170,10 +170,10 @@ EVERYTHING["gate_regime"] -= {"positive"}
 
 
 def test_random_search_reaches_most_of_everything() -> None:
-    """Hypothesis varies what it has drawn, so that 400 cases are not 400 independent ones: most, not all."""
+    """Hypothesis varies what it has drawn, so that 1000 cases are not 1000 independent ones: most, not all."""
     drawn: list[Case] = []
 
-    @settings(max_examples=400)
+    @settings(max_examples=1000)
     @given(cases(unstable=True))
     def run(case: Case) -> None:
         drawn.append(case)
@@ -182,9 +182,7 @@ def test_random_search_reaches_most_of_everything() -> None:
     found = seen(drawn)
     for name, want in EVERYTHING.items():
         assert len(found[name] & want) >= 0.7 * len(want), name
-    numbers = {len(case.overrides) for case in drawn}
-    assert 0 in numbers
-    assert len(numbers) > 2
+    assert {len(case.overrides) for case in drawn} >= {0, 1, 2}
     assert {item[0] for case in drawn for item in case.overrides} >= {"q", "k", "v", "g", "beta", "do"}
     usual = {n for c in stratified(n=300) for n in c.lengths}
     assert any(n not in usual for c in drawn for n in c.lengths)
