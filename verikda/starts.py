@@ -199,21 +199,20 @@ def long_cases(capabilities: Capabilities | None = None, *, variant: int = 0) ->
     where the running state is kept in 16 bits.
     """
     c = capabilities or Capabilities()
-    shapes = [_LONG]
+    long, sizes = _LONG
+    wanted = [(long, _LIVELY | sizes)]
     if c.packed:
         lengths = tuple(range(0 if c.empty else 1, 66))
         tails = {"packed": True, "lengths": lengths, "chunk_size": max(c.chunk_sizes)}
-        shapes.insert(0, (tails, {"K": [2, 3, 4], "V": [2, 3, 4]}))
-    wishes = [_LIVELY] * len(shapes)
+        wanted.insert(0, (tails, _LIVELY | {"K": [2, 3, 4], "V": [2, 3, 4]}))
     narrow = [x for x in ("bfloat16", "float16") if x in c.dtypes]
     if narrow and c.initial_state:
-        shapes.append(_LONG)
-        wishes.append(_LIVELY | _KEPT | {"dtype": narrow})
+        wanted.append((long, _LIVELY | _KEPT | {"dtype": narrow} | sizes))
     limits = Limits(max_tokens=4096)
     made = []
-    for (fixed, sizes), wish in zip(shapes, wishes, strict=True):
+    for fixed, wishes in wanted:
         with suppress(ValueError):
-            made.append(wished_case(c, fixed, wish | sizes, limits=limits, variant=variant))
+            made.append(wished_case(c, fixed, wishes, limits=limits, variant=variant))
     return made
 
 

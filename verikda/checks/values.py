@@ -106,7 +106,7 @@ def run_split(ctx: Context, cut: int) -> tuple[Part, Part, Part]:
     Returns
     -------
     before, after : the two parts.
-    first : the part before `cut` as it was first run, without gradients, for the state alone.
+    alone : the part before `cut` as it was first run, without gradients, for its state; `before` of a forward call.
     """
     call, p = ctx.call, ctx.call.problem
     _, start, stop = p.spans[0]
@@ -160,6 +160,8 @@ def _split_anywhere(ctx: Context) -> Outcome:
     cut = n - 1 if n % 2 else 1 + n // 3  # one decode step, or well off the chunk grid
     worst: dict[str, float] = {}
     parts = dict(zip(("before", "after", "without gradients before"), run_split(ctx, cut), strict=True))
+    if not ctx.call.backward:
+        del parts["without gradients before"]  # "before" is the same run
     for name, (result, call) in parts.items():
         out = from_judgement("split_anywhere", ctx.judge(result, call), f"tokens {name} a cut at {cut}")
         worst = {k: max(worst.get(k, 0.0), out.ratios.get(k, 0.0)) for k in {*worst, *out.ratios}}
