@@ -7,6 +7,7 @@ in silence.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,6 +76,19 @@ def test_a_target_with_a_fault_ends_with_status_1(tmp_path: Path) -> None:
     found = [x for x in read_lines(tmp_path / "r.jsonl") if x["kind"] == "point"]
     assert {x["target"] for x in found if x["verdict"] == "fail"} == {"zoo:DV_OFF"}
     assert {n for x in found for n, o in x["outputs"].items() if o["verdict"] == "fail"} == {"dv"}
+
+
+def test_what_is_timed_is_measured_when_the_processes_that_share_the_points_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def timed() -> list[dict[str, Any]]:
+        return [{"kind": "claim", "children": len(multiprocessing.active_children())}]
+
+    monkeypatch.setattr("verikda.report.memory.memory_lines", timed)
+    found: list[Any] = []
+    assert run.measure_all([(("emulator",), "recompute"), (("emulator",), next(grid.points(TINY)))], 2, found.extend)
+    assert [x["kind"] for x in found] == ["point", "claim"]
+    assert found[1]["children"] == 0
 
 
 def test_points_are_shared_between_processes_and_none_is_lost() -> None:
