@@ -36,6 +36,21 @@ def cache_dir() -> Path:
     return path
 
 
+def uncached(compiler: str) -> tuple[str, ...]:
+    """Flags with which a compiler really compiles.
+
+    NVRTC has a cache of its own where there is a driver, from 12.9 on, and it hands out code made with another --ftz:
+    on an H200, 13.5 gave equal cubins for --ftz=false and --ftz=true.
+
+    Parameters
+    ----------
+    compiler : as `kernels_cuda.build.compiler` names it, for example "NVRTC 13.0".
+    """
+    name, _, version = compiler.partition(" ")
+    new = name == "NVRTC" and tuple(map(int, version.split("."))) >= (12, 9)
+    return ("--no-cache",) if new else ()
+
+
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

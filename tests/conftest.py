@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 from verikda.threads import one_thread
 
+# With a driver NVRTC hands out what it has compiled before, without what tests read of its log.
+os.environ["CUDA_CACHE_DISABLE"] = "1"
 one_thread()  # before a test imports a numeric library; processes that tests start inherit it
 
 # A test that draws other examples each time, or is timed, can fail on a change that has nothing to do with it.

@@ -247,7 +247,7 @@ def test_an_error_that_the_relative_l2_lets_pass_is_seen_by_the_floor(monkeypatc
     def rough(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
         """One row of 130 off by 0.2: a relative L2 of 0.2 / sqrt(130) = 0.0175."""
         o, S = recurrence(q, k, v, g, beta, **options)
-        return torch.where(torch.arange(o.shape[1])[:, None, None] == 17, o * 1.2, o), S
+        return torch.where(torch.arange(o.shape[1], device=o.device)[:, None, None] == 17, o * 1.2, o), S
 
     from verikda.targets.torch_function import TorchFunction
 

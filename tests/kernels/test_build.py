@@ -157,8 +157,19 @@ def test_subnormals_are_kept_and_the_flags_say_so() -> None:
     kept = build.build("math", "sm_90a", source=CONFORMANCE)
     assert "--ftz=false" in kept.flags
     assert not any("fast_math" in flag for flag in kept.flags)
-    lost = build.build("math", "sm_90a", source=CONFORMANCE, flags=("--ftz=true",))
+    fresh = cache.uncached(build.compiler())
+    lost = build.build("math", "sm_90a", source=CONFORMANCE, flags=("--ftz=true", *fresh))
     assert kept.path.read_bytes() != lost.path.read_bytes(), "the flag reaches the compiler"
+    again = build.build("math", "sm_90a", source=CONFORMANCE, flags=(*build.NUMERICS, *fresh))
+    assert kept.path.read_bytes() == again.path.read_bytes(), "what keeps a compiler from its cache changes no code"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "flags"),
+    [("NVRTC 12.8", ()), ("NVRTC 12.9", ("--no-cache",)), ("NVRTC 13.0", ("--no-cache",)), ("nvcc release 13.0", ())],
+)
+def test_only_compilers_that_know_the_flag_are_kept_from_their_cache(compiler: str, flags: tuple[str, ...]) -> None:
+    assert cache.uncached(compiler) == flags
 
 
 @needs_nvrtc

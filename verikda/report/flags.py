@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kernels_cuda.build import NUMERICS
+from kernels_cuda.build import NUMERICS, compiler
+from kernels_cuda.cache import uncached
 from kernels_cuda.modules import load
 from verikda.targets import own
 from verikda.targets.base import Target
@@ -27,5 +28,6 @@ def flag_targets() -> list[Target]:
     """One target for each set of flags; none without a GPU."""
     if own.gpu_missing() is not None:
         return []
-    plain = replace(own.EVERYTHING, layouts=("contiguous",))
-    return [own.on(load("cuda", flags=flags), f"verikda, {label}", plain) for label, flags in FLAGS.items()]
+    plain, fresh = replace(own.EVERYTHING, layouts=("contiguous",)), uncached(compiler())
+    builds = {label: flags if flags is NUMERICS else (*flags, *fresh) for label, flags in FLAGS.items()}
+    return [own.on(load("cuda", flags=flags), f"verikda, {label}", plain) for label, flags in builds.items()]

@@ -177,10 +177,10 @@ def compiled(
 
     def reverse(given: Mapping[str, Any], incoming: Mapping[str, Any]) -> Any:
         (o, state), pull = jax.vjp(forward, given)
-        cotangents = [
-            jax.numpy.zeros_like(x) if name not in incoming else incoming[name]
+        cotangents = tuple(
+            None if x is None else incoming.get(name, jax.numpy.zeros_like(x))  # no state, where none was asked for
             for name, x in (("do", o), ("dht", state))
-        ]
-        return o, state, pull(tuple(cotangents))[0]
+        )
+        return o, state, pull(cotangents)[0]
 
     return jax.jit(forward), jax.jit(reverse)
