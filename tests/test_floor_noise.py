@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from floor_problems import DTYPES, dtypes_for, healthy, problem, verdict
 
-from oracles.arithmetic import Nearest
+from oracles.arithmetic import Nearest, Stochastic
 from oracles.chunked import emulate
-from oracles.contract import chunked32, recurrent32, storage16
+from oracles.contract import chunked32, operands_tf32, recurrent32, storage16
 from oracles.gated import GatedProducts
 from oracles.recurrence import forward_reverse
 from oracles.rounding import round_to
+from verikda import noise
 from verikda.blocks import SMALLEST, blocks_of
+from verikda.case import Case
 from verikda.floor import judge
+from verikda.inputs import make_call
 from verikda.noise import output_noise
 
 
@@ -152,6 +155,34 @@ def test_what_cancels_has_the_rounding_of_its_products(what: str, seed: int) -> 
     found = judge(out, dtypes_for("float32"), p, recurrent32())
     assert {j.verdict for j in found.outputs.values()} == {"pass"}, [j.message for j in found.outputs.values()]
     assert np.any(out["dh0"] != forward_reverse(p)["dh0"]), "nothing was rounded"
+
+
+def test_noise_that_is_owed_to_few_runs_is_estimated_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K = 1, so a key of length 1 leaves 1 - beta of the state: of 36 such factors rounding can be all that is left."""
+    case = Case(
+        lengths=(1, 8, 102, 49, 0, 0), packed=True, heads=3, dtype="bfloat16", beta_dtype="same", chunk_size=16,
+        gate_regime="tiny_steps", gate_magnitude=50.0, gate_in_kernel=True, A_log=True, dt_bias=True, qk_l2norm=True,
+        query_regime="one_large_row", value_regime="zero", do_regime="last_token_only", q_exponent=-4,
+        do_exponent=-10, h0="random", scale=0.125,
+    )  # fmt: skip
+    call = make_call(case)
+    contract = operands_tf32("bfloat16", 16)
+    arithmetic = Stochastic(np.random.default_rng(5), 48, True)
+    runs = emulate(call.problem, contract, arithmetic).outputs
+    dtypes = dict.fromkeys(runs, "float32")
+
+    def failed() -> list[int]:
+        p = replace(call.problem)  # another problem, so another floor
+        verdicts = [judge({n: x[i] for n, x in runs.items()}, dtypes, p, contract).verdict for i in range(48)]
+        return [i for i, verdict in enumerate(verdicts) if verdict == "fail"]
+
+    assert failed() == []
+    truth = forward_reverse(call.problem)
+    truth["dg"][0, 45] += 1e-20  # far beyond any run
+    found = judge(truth, dtypes, call.problem, contract).outputs["dg"]
+    assert (found.verdict, found.coordinate) == ("fail", (0, 45, 0, 0))
+    monkeypatch.setattr(noise, "RARE", 64)
+    assert failed(), "64 runs do not know what they owe to few of them"
 
 
 def test_blocks_are_a_partition_and_large_enough() -> None:

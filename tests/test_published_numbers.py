@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
-from verikda.bench.workloads import Workload
+from verikda.bench.workloads import Workload, workloads
 from verikda.false_alarm import recorded, table
+from verikda.finding import load_case
+from verikda.report.lines import read_lines
+from verikda.report.page import Page
 from verikda.zoo.specimens import SPECIMENS
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +47,7 @@ def times(row: dict[str, Any], field: str = "median") -> str:
 
 def test_times(bench: Rows) -> None:
     readme, report = (ROOT / "README.md").read_text(), (ROOT / "reports/h200/README.md").read_text()
-    assert len(bench) == 6
+    assert set(bench) == set(workloads(["full"]))
     for w, rows in bench.items():
         cells = [times(rows["verikda"], "floor"), times(rows["verikda"]), *(times(rows[name]) for name in PEERS)]
         assert f"| {w.title} | {w.shape} | {' | '.join(cells)} |\n" in report
@@ -65,6 +69,73 @@ def test_errors(bench: Rows) -> None:
             cells = " | ".join([w.title if first else "", name, *ratios])
             assert "| " + " ".join(cells.split()) + " |\n" in report, cells
             first = False
+
+
+def test_ratios_of_times(bench: Rows) -> None:
+    report = (ROOT / "reports/h200/README.md").read_text()
+
+    def ratios(names: tuple[str, ...], gates: tuple[str, ...], mode: str = "forward+backward") -> str:
+        found = [
+            min(rows[n]["times"][mode]["median"] for n in names if rows[n]["times"])
+            / rows["verikda"]["times"][mode]["median"]
+            for w, rows in bench.items()
+            if w.gates in gates and any(mode in rows[n]["times"] for n in names)
+        ]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    kda = ("fast", "slow", "fused")
+    assert f"| fla on its faster path, KDA | {ratios(('fla', 'fla:safe'), kda)} |" in report
+    assert f"| jla, KDA | {ratios(('jla',), kda)} |" in report
+    assert f"others' error) | {ratios(('cudnn',), ('fast',))} |" in report
+    assert f"| cudnn, slow gates | {ratios(('cudnn',), ('slow',))} |" in report
+    assert f"| fla, DeltaNet | {ratios(('fla',), ('none',))} |" in report
+    assert f"| jla, DeltaNet | {ratios(('jla',), ('none',))} |" in report
+    delta = bench[Workload(1, 8192, 32, "none")]
+    own, fla, jla = (f"{delta[n]['times']['backward']['median']:,.0f}" for n in ("verikda", "fla", "jla"))
+    assert f"alone takes {own} at 1,8192,32 against fla's {fla} and jla's {jla}." in report
+
+
+def test_nothing_is_lost_to_fla(bench: Rows) -> None:
+    for rows in bench.values():
+        for name in ("fla", "fla:safe"):
+            own, others = rows["verikda"]["errors"], rows[name]["errors"]
+            for n in set(own) & set(others) - {"dA_log", "ddt_bias"}:
+                assert own[n] <= 1.001 * others[n], (name, n)
+
+
+def test_precision_table() -> None:
+    readme, report = (ROOT / "README.md").read_text(), (ROOT / "reports/h200/README.md").read_text()
+    strip = Page.of(read_lines(ROOT / "reports/h200/report.jsonl")).strip
+    assert strip is not None
+    measured = [[cell.text for cell in row] for row in strip.rows if row[2].text != "not run"]
+    assert {row[0] for row in measured} == {"verikda", "fla", "jla", "cudnn"}
+    for row in measured:
+        assert f"| {' | '.join(row)} |\n" in report
+        assert f"| {' | '.join(row[:-1])} |\n" in readme
+
+
+def test_findings() -> None:
+    text = (ROOT / "reports/findings/README.md").read_text()
+    for path in (ROOT / "reports/findings").glob("*.json"):
+        load_case(path)
+        name = path.stem
+        digest = name.rpartition("-")[2]
+        assert name in text or f"-{digest}" in text or name.startswith("transformers-"), name
+    table = text[text.index("| target | cases of `check` |") :].split("\n\n")[0].splitlines()[2:]
+    lines = [json.loads(line) for line in (ROOT / "reports/findings/checks.jsonl").read_text().splitlines()]
+    for row, line in zip(table, lines, strict=True):
+        target, cases = (cell.strip() for cell in row.split("|")[1:3])
+        assert target.split(",")[0] == line["target"]
+        assert cases.split(":")[0].split(" of ")[0].split(",")[0] == str(sum(line["verdicts"].values()))
+        for verdict in ("pass", "fail"):
+            if n := line["verdicts"].get(verdict):
+                assert f"{n} {verdict}" in cases
+    printed = (ROOT / "reports/findings/zoo.txt").read_text()
+    for target, counts in re.findall(r"^(?:pass|fail)  (\S+): 142 known faults: (.*)$", printed, re.MULTILINE):
+        row = next(row for row in table if row.startswith(f"| {target} ") or row.startswith(f"| {target},"))
+        words = row.rsplit("|", 2)[1]
+        for count in counts.split(", "):
+            assert count.replace("refused", "not told") in words, (target, count)
 
 
 def test_random_searches() -> None:

@@ -20,8 +20,8 @@ the mean of R squares of N(0, s^2), so sqrt(2) e / estimate has Student's t dist
     P(ratio > 4) = P(|t_R| > 4 sqrt 2):    R = 4: 5e-3    R = 16: 4e-5    R = 64: 4e-7    known noise: 2e-8
 
 Four runs are enough to pass a block under limit/2 but not to condemn one, so whenever a block is above limit/2
-the noise is estimated again by 16 and then 64 runs, with explicit float32 noise before anything is condemned. The
-limit never moves.
+the noise is estimated again by 16 and then 64 runs, with explicit float32 noise before anything is condemned; by 1,024
+where all that would be condemned has noise that is owed to few runs. The limit never moves.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from oracles.contract import Contract
 from oracles.problem import Array, Problem
@@ -163,7 +164,10 @@ def judge(
         floor.find_overflow()
     while True:
         judged = {name: errors[name].judge(limit) for name in names}
-        if all(_decided(j.ratio or 0.0, floor, limit) for j in judged.values()) or not floor.refine():
+        if all(_decided(j.ratio or 0.0, floor, limit) for j in judged.values()):
+            break
+        suspicious = [errors[name] for name, j in judged.items() if j.verdict == "fail"]
+        if not floor.refine(bool(suspicious) and all(error.owed_to_few(limit) for error in suspicious)):
             break
     return _summary(wrong | judged, floor, truth, names)
 
@@ -214,7 +218,7 @@ class _Error:
         noise = self.noise.per_block
         known = np.isfinite(noise)
         if self.bad.any():
-            bad = self.bad & ~self.noise.excuses(self.actual, limit)
+            bad = self._unexcused(limit)
             if bad.any():
                 at = np.unravel_index(int(np.argmax(bad)), bad.shape)
                 what = f"{int(bad.sum())} values are not finite where float64 is"
@@ -224,9 +228,7 @@ class _Error:
         if not known.any():
             what = "the contract itself overflows"
             return Judged(self.name, "inconclusive", None, dtype=self.noise.dtype, excluded=self.excluded, message=what)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratios = np.sqrt(self.squared / noise)
-        ratios = np.where(self.squared == 0, 0.0, np.where(known, ratios, 0.0))
+        ratios = self._ratios()
         block = int(np.argmax(ratios))
         ratio = float(ratios[block])
         at = self.blocks.worst(block, self.error)
@@ -237,6 +239,22 @@ class _Error:
             n = int(len(known) - known.sum())
             return self._found(at, ratio, noise, "inconclusive", f"the contract itself overflows in {n} blocks", limit)
         return self._found(at, ratio, noise, "pass", "", limit)
+
+    def owed_to_few(self, limit: float) -> bool:
+        """Whether every block above the limit has noise that is owed to few runs."""
+        if self.bad.any() and self._unexcused(limit).any():
+            return False
+        return bool(self.noise.owed_to_few[self._ratios() > limit].all())
+
+    def _unexcused(self, limit: float) -> npt.NDArray[np.bool_]:
+        return self.bad & ~self.noise.excuses(self.actual, limit)
+
+    def _ratios(self) -> Array:
+        """Error over noise of each block; 0 where the contract itself overflows."""
+        noise = self.noise.per_block
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratios = np.sqrt(self.squared / noise)
+        return np.where((self.squared == 0) | ~np.isfinite(noise), 0.0, ratios)
 
     def _found(
         self, at: tuple[np.intp, ...], ratio: float, noise: Array, verdict: Verdict, what: str, limit: float

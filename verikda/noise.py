@@ -19,6 +19,10 @@ from verikda.dtypes import round_to, ulp
 
 CONFIRMED = (16, 64)
 """Runs with explicit float32 noise after which a suspicious result is looked at again."""
+RARE = 1024
+"""Runs where the noise of a suspicious block is owed to few of those before."""
+_SHARE = 1 / 8
+"""Of a block's noise: owed to few runs if the largest has more. Of 64 squares of one normal number it has a ninth."""
 _BATCH = 1 << 22
 """Output elements emulated at once."""
 
@@ -100,11 +104,17 @@ class OutputNoise:
 
         Where keys and beta annihilate a component again and again the deviation is a product of many small random
         factors. Its mean square is then owed to rare runs, and 64 of them may have missed it. With the quarter, limit 4
-        asks a result to be twice as far off as any run was.
+        asks a result to be twice as far off as any run was, and of `RARE` runs where it is owed to few.
         """
         mean = self.blocks.sum(self._sum) / self.runs
         noise = np.maximum(mean, self._largest / 4) + self.blocks.sum(self.own)
         return np.where(self.overflows, np.inf, noise)
+
+    @property
+    def owed_to_few(self) -> npt.NDArray[np.bool_]:
+        """Blocks whose noise is owed to few runs, so that another implementation may be a still rarer one."""
+        found: npt.NDArray[np.bool_] = self._largest > _SHARE * self.blocks.sum(self._sum)
+        return found
 
     def excuses(self, infinite: Array, limit: float) -> npt.NDArray[np.bool_]:
         """Where a value that is not finite is no failure.
@@ -173,9 +183,17 @@ class Floor:
         assert problem is not None
         return problem
 
-    def refine(self) -> bool:
-        """Estimate again with more runs, at last with explicit float32 noise; False when nothing is left to do."""
+    def refine(self, rare: bool = False) -> bool:
+        """Estimate again with more runs, at last with explicit float32 noise; False when nothing is left to do.
+
+        Parameters
+        ----------
+        rare : whether `RARE` runs are to follow.
+        """
         if not self._plan:
+            if rare and self.runs < RARE:
+                self._add(RARE - self.runs)
+                return True
             return False
         runs, noisy = self._plan.pop(0)
         if noisy and not self.noisy:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from report_lines import OUTPUTS, lines, outputs, point, write
+from report_lines import BASE, OUTPUTS, lines, outputs, point, write
 
 from verikda.case import Case
 from verikda.cli import main
@@ -201,6 +201,13 @@ def test_a_run_that_was_cut_short_says_so(html: str) -> None:
     assert "cut short" in Page.of(lines()[:-1]).html()
     stopped = [*lines()[:-1], {"kind": "end", "interrupted": True, "lines": 3}]
     assert "cut short" in Page.of(stopped).markdown()
+
+
+def test_targets_stand_in_the_order_in_which_they_were_asked_for() -> None:
+    case = Case(**BASE)
+    opening = {**lines()[0], "targets": ["own", "other"]}
+    page = Page.of([opening, *(point("regimes", case, 1.0, name) for name in ("other", "own, fast math", "own"))])
+    assert [x["target"] for x in page.lines if "target" in x] == ["own", "other", "own, fast math"]
 
 
 def test_the_last_measurement_of_a_point_counts() -> None:

@@ -69,7 +69,7 @@ class Page:
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Page:
-        """A page of some lines; where a point was measured twice the last one counts.
+        """A page of some lines, targets as they were asked for; where a point was measured twice the last one counts.
 
         Raises
         ------
@@ -83,7 +83,10 @@ class Page:
         last: dict[Any, Line] = {}
         for x in known:
             last[tables.identity(x) if x["kind"] in ("point", "stages") else id(x)] = x
-        return cls(tuple(last.values()))
+        asked = list(dict.fromkeys(name for x in known if x["kind"] == "report" for name in x["targets"]))
+        rank = {name: i for i, name in enumerate(asked)}
+        # several processes finish in any order
+        return cls(tuple(sorted(last.values(), key=lambda x: rank.get(x.get("target"), len(rank)))))
 
     @cached_property
     def main(self) -> list[Line]:
