@@ -19,6 +19,8 @@ class Call:
     backward : whether gradients are wanted.
     chunk_size, safe_gate, state_v_first, recompute : flags passed on where the target has them.
     final_state : whether the final state is asked for, where the target can be told; if not, it is not judged.
+    frozen : inputs that need no gradient, for targets with `Capabilities.autograd`.
+    backwards : how often the reverse is made through one forward, for those too; the gradients are of the last.
     layout : one of `verikda.case.LAYOUTS`; how each input lies in memory.
     poison : value that fills everything around the inputs (guard zones, skipped elements, rows at or after
         cu_seqlens[-1], those of `do` too). None fills with zeros and leaves such rows as they are in `problem`.
@@ -33,6 +35,8 @@ class Call:
     state_v_first: bool = False
     recompute: bool = True
     final_state: bool = True
+    frozen: tuple[str, ...] = ()
+    backwards: int = 1
     layout: str = "contiguous"
     poison: float | None = None
 
@@ -75,6 +79,8 @@ class Capabilities:
     `beyond_safe_gate` promises that `safe_gate` changes no result, also where its own promise (no log gate below -5) is
     broken.
     Defaults describe a complete implementation; of a function both promises are False until it declares them.
+    `autograd` says that gradients come by a graph, as torch's do: an input may need none, and the reverse can be made
+    again through the same forward.
     `notes` says of some limits why they are there, by field.
     """
 
@@ -108,6 +114,7 @@ class Capabilities:
     shape_invariant: bool = True
     g_dtypes: tuple[str, ...] = ("same", "float32")
     beta_dtypes: tuple[str, ...] = ("same", "float32")
+    autograd: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -58,6 +58,12 @@ def test_fault_shows(fault: Fault) -> None:
         call = replace(call, safe_gate=True)
     if fault is Fault.GRADIENT_UNASKED:
         call = replace(call, backward=False)
+    if fault is Fault.FROZEN_HALF:
+        call = replace(call, frozen=("beta",))
+    if fault is Fault.BACKWARD_ONCE:
+        call = replace(call, backwards=2)
+    if fault is Fault.STATE_LOSS_ALONE:
+        call = replace(call, problem=replace(call.problem, do=None))
     healthy, faulty = ZooTarget().run(call), ZooTarget(fault).run(call)
     assert healthy.changed == ()
     assert all(np.isfinite(v).all() for v in healthy.outputs.values())

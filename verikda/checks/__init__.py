@@ -6,13 +6,14 @@ every case; of the others a few take turns on each case.
 
 from __future__ import annotations
 
-from verikda.checks import adjoint, causal, memory, structure, values
+from verikda.checks import adjoint, autograd, causal, memory, structure, values
 from verikda.checks.base import CALL, Check, Context, Failure, Outcome, Verdict
 from verikda.choose import choose
 
 CHECKS: tuple[Check, ...] = (
     *values.CHECKS,
     *adjoint.CHECKS,
+    *autograd.CHECKS,
     *causal.CHECKS,
     *structure.CHECKS,
     *memory.CHECKS,

@@ -9,7 +9,7 @@ import numpy as np
 from verikda.call import Call
 from verikda.checks.base import Check, Context, Failure, Outcome, always, compare, outcome, same
 from verikda.checks.transform import TOKENS, revised
-from verikda.checks.values import from_judgement
+from verikda.checks.values import judged
 from verikda.dtypes import round_to
 
 
@@ -95,7 +95,7 @@ def _call_order(ctx: Context) -> Outcome:
     first = ctx.result
     ratios: dict[str, float] = {}
     for what, other in other_calls(ctx).items():
-        between = from_judgement("call_order", ctx.judge(ctx.run(other), other), what)
+        between = judged(ctx, "call_order", other, what)
         if between.verdict == "fail":
             return between
         for name, ratio in between.ratios.items():

@@ -25,12 +25,12 @@ def from_judgement(check: str, judgement: Judgement, detail: str = "") -> Outcom
     return Outcome(check, judgement.verdict, failures_of(check, judgement), ratios, detail or judgement.detail)
 
 
-def promised(ctx: Context) -> tuple[str, ...]:
-    """Outputs that the target's capabilities say this call returns."""
-    p = ctx.call.problem
+def promised(ctx: Context, call: Call) -> tuple[str, ...]:
+    """Outputs that the target's capabilities say a call returns."""
+    p = call.problem
     has_state = ctx.capabilities.initial_state or ctx.capabilities.dht
-    names = ["o"] + ["ht"] * (has_state and ctx.call.final_state)
-    if ctx.call.backward:
+    names = ["o"] + ["ht"] * (has_state and call.final_state)
+    if call.backward:
         given = [n for n in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias") if getattr(p, n) is not None]
         names += [f"d{n}" for n in given]
     return tuple(names)
@@ -44,7 +44,7 @@ def _floor(ctx: Context) -> Outcome:
             f"{name} is missing: the target declares it but did not return it (a forward-only function says so with "
             'verikda_capabilities = {"backward": False})',
         )
-        for name in promised(ctx)
+        for name in promised(ctx, ctx.call)
         if name not in ctx.result.outputs
     )
     if missing:
@@ -52,9 +52,26 @@ def _floor(ctx: Context) -> Outcome:
     return from_judgement("floor", ctx.judge(ctx.result))
 
 
+def judged(
+    ctx: Context, check: str, call: Call, what: str, result: Result | None = None, truth: dict[str, Array] | None = None
+) -> Outcome:
+    """What the floor says of another call, in which no output may be missing that this context's call gave.
+
+    Parameters
+    ----------
+    what : the other call is, in words.
+    result : None makes the call.
+    """
+    got = ctx.run(call) if result is None else result
+    names = [n for n in promised(ctx, call) if n in ctx.result.outputs and n not in got.outputs]
+    if names:
+        return Outcome(check, "fail", tuple(Failure(check, n, f"{what}: {n} is missing") for n in names))
+    return from_judgement(check, ctx.judge(got, call, truth), what)
+
+
 def _flip(ctx: Context, check: str, flag: str) -> Outcome:
     call = replace(ctx.call, **{flag: not getattr(ctx.call, flag)})  # type: ignore[arg-type]
-    return from_judgement(check, ctx.judge(ctx.run(call), call, ctx.truth), f"{flag}={getattr(call, flag)}")
+    return judged(ctx, check, call, f"{flag}={getattr(call, flag)}", truth=ctx.truth)
 
 
 def _state_v_first(ctx: Context) -> Outcome:
@@ -75,7 +92,7 @@ def _chunk_sizes(ctx: Context) -> Outcome:
         if chunk == ctx.call.chunk_size:
             continue
         call = replace(ctx.call, chunk_size=chunk)
-        out = from_judgement("chunk_sizes", ctx.judge(ctx.run(call), call, ctx.truth), f"chunk_size={chunk}")
+        out = judged(ctx, "chunk_sizes", call, f"chunk_size={chunk}", truth=ctx.truth)
         for name, ratio in out.ratios.items():
             worst[name] = max(worst.get(name, 0.0), ratio)
         if out.verdict != "pass":
@@ -163,7 +180,7 @@ def _split_anywhere(ctx: Context) -> Outcome:
     if not ctx.call.backward:
         del parts["without gradients before"]  # "before" is the same run
     for name, (result, call) in parts.items():
-        out = from_judgement("split_anywhere", ctx.judge(result, call), f"tokens {name} a cut at {cut}")
+        out = judged(ctx, "split_anywhere", call, f"tokens {name} a cut at {cut}", result)
         worst = {k: max(worst.get(k, 0.0), out.ratios.get(k, 0.0)) for k in {*worst, *out.ratios}}
         if out.verdict == "fail":
             return out

@@ -8,6 +8,7 @@ dv, dg, dbeta, dh0, dA_log, ddt_bias as far as their inputs are given. Arrays ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class NumpyFunction(FunctionTarget):
         contract: Declared | None = None,
     ) -> None:
         super().__init__(function, name, sig.read(function, name, supplied=("do", "dht")), capabilities, contract)
+        self._capabilities = replace(self._capabilities, autograd=False)
 
     def run(self, call: Call) -> Result:
         """Make the call.

@@ -126,7 +126,7 @@ def cuda(name: str = "verikda:cuda") -> Own:
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
     if _torch_has_gpu():
         through = [TorchFunction(f, name, capabilities=EVERYTHING, device="cuda") for f in FUNCTIONS]
-        return Own(name, through, f"torch on {device}")
+        return Own(name, through, f"torch on {device}", replace(EVERYTHING, autograd=True))
     copied = [ThroughCupy(_with_reverse(f, on_gpu=True), name) for f in FUNCTIONS]
     notes = {"layouts": "arrays are copied to the GPU, which makes them contiguous; with torch every layout is made"}
     return Own(name, copied, f"CuPy on {device}", replace(EVERYTHING, layouts=("contiguous",), notes=notes))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ class TorchFunction(FunctionTarget):
     ) -> None:
         torch = import_torch(name)
         super().__init__(function, name, sig.read(function, name, swallowed), capabilities, contract)
+        self._capabilities = replace(self._capabilities, autograd=self._capabilities.backward)
         self.device: str = device or sig.attribute(function, "verikda_device") or _default_device(torch)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise TargetError(f"target {name} asks for device {self.device!r}, but torch finds no GPU; use 'cpu'")
@@ -78,7 +81,7 @@ class TorchFunction(FunctionTarget):
         buffers = {name: to_torch(block, device) for name, block in blocks.items()}
         views = {n: buffers[n].as_strided(b.shape, b.strides, b.offset).detach() for n, b in blocks.items()}
         for name in sig.DIFFERENTIABLE:
-            if call.backward and name in views:
+            if call.backward and name in views and name not in call.frozen:
                 views[name].requires_grad_(True)
         keywords |= {self.signature.argument(n): t for n, t in views.items() if n not in ("do", "dht")}
 
@@ -153,15 +156,12 @@ def gradients(
     if "dht" in views and has_tokens(call) and not (ht is not None and ht.requires_grad):
         raise Malformed("final_state carries no gradient, so the gradient that comes from it is lost")
     used = [n for n, root in roots.items() if n in views and root.requires_grad]
-    leaves = {n: views[n] for n in sig.DIFFERENTIABLE if n in views}
+    leaves = {n: views[n] for n in sig.DIFFERENTIABLE if n in views and n not in call.frozen}
     grads: tuple[Any, ...] = (None,) * len(leaves)
-    if used:
-        grads = guarded(
-            lambda: torch.autograd.grad(
-                [roots[n] for n in used], list(leaves.values()), [views[n] for n in used], allow_unused=True
-            ),
-            "backward: ",
-        )
+    incoming = [views[n] for n in used]
+    reverse = partial(torch.autograd.grad, [roots[n] for n in used], [*leaves.values()], incoming, allow_unused=True)
+    for left in reversed(range(call.backwards if used else 0)):
+        grads = guarded(partial(reverse, retain_graph=left > 0), "backward: ")
     found = {}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         if grad is not None:

@@ -135,7 +135,8 @@ def chunk_kda(
             if not disable_recompute:
                 again = np.zeros_like(h0) if fault is Fault.RECOMPUTE_WITHOUT_H0 else h0
                 _, _, chunks = forward(x, spans, again, s)
-            dS = load_state(dht, shape, state_v_first, Fault.NONE)
+            unread = fault is Fault.STATE_LOSS_ALONE and do is None
+            dS = load_state(None if unread else dht, shape, state_v_first, Fault.NONE)
             d = backward(chunks, spans, np.zeros_like(o) if do is None else load("do", do), dS, x, s)
             _reverse_activation(d, raw, a_log, bias, H, factor, flags)
             if fault is Fault.STATE_DH0_NEEDS_DHT and dht is None:

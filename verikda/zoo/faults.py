@@ -278,6 +278,7 @@ class Fault(Enum):
     DH0_OFF = _I("gradient", "dh0 off by a relative 1e-3", kills=("floor", "adjoint"))
     DA_LOG_OFF = _I("gradient", "dA_log off by a relative 1e-3", regime="raw gate with A_log")
     DDT_BIAS_OFF = _I("gradient", "ddt_bias off by a relative 1e-3", regime="raw gate with dt_bias")
+    STATE_LOSS_ALONE = _I("gradient", "dht is not read where there is no do", (), "no do", ("state_loss",))
     DQ_SCALE_MISSING = _I("gradient", "dq without scale")
     DQ_DIAGONAL_MISSING = _I("gradient", "a token's own pair left out of dq and dk")
     DK_LEFT_MISSING = _I("gradient", "dk without the left term of L", regime="two tokens")
@@ -384,6 +385,7 @@ class Fault(Enum):
     SAFE_GATE_CLAMPS = _I("flag", "safe_gate clamps given gates at -5", (), "safe_gate, gates below -5", ("safe_gate",))
     FINAL_STATE_UNASKED = _I("flag", "without output_final_state h0 is not read", (), "h0, no final state")
     GRADIENT_UNASKED = _I("flag", "without gradients q is not scaled", (), "inference", ("split_anywhere",))
+    FROZEN_HALF = _I("flag", "where beta needs no gradient dk stays 0", (), "an input without gradient", ("frozen",))
     CHUNK_STEP_64 = _I(
         "flag",
         "chunks step by 64 whatever their size",
@@ -393,6 +395,7 @@ class Fault(Enum):
     )
 
     # Memory
+    BACKWARD_ONCE = _I("memory", "the reverse writes dv over the saved v", (), "a second reverse", ("second_backward",))
     INPUT_OVERWRITTEN = _I("memory", "Vnew written into v", ("DGX-Spark #4",), kills=("inputs_unchanged",))
     STATE_IN_PLACE = _I(
         "memory", "final state written into initial_state and returned", (), "h0", ("inputs_unchanged",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verikda.call import Call, Result
+from verikda.dtypes import round_to
 from verikda.targets.base import TargetError
 from verikda.targets.numpy_function import NumpyFunction
 from verikda.zoo.chunked import chunk_kda
@@ -40,6 +43,18 @@ class ZooTarget(NumpyFunction):
             "shape_invariant": True, "beyond_safe_gate": True, "rules": ("kda", "delta"),
         }  # fmt: skip
         super().__init__(function, f"zoo:{fault.name}", contract="storage16" if storage16 else "float32")
+        self._capabilities = replace(self._capabilities, autograd=True)
+
+    def run(self, call: Call) -> Result:
+        """Make the call, and what autograd would: no gradient of frozen inputs, the reverse as often as asked."""
+        first = super().run(call)
+        outputs = {n: x for n, x in first.outputs.items() if n.removeprefix("d") not in call.frozen}
+        if self.fault is Fault.FROZEN_HALF and "beta" in call.frozen and "dk" in outputs:
+            outputs["dk"] = np.zeros_like(outputs["dk"])
+        if self.fault is Fault.BACKWARD_ONCE and call.backwards > 1:
+            saved = replace(call, problem=replace(call.problem, v=round_to(outputs["dv"], call.dtypes["v"])))
+            outputs |= {n: x for n, x in super().run(saved).outputs.items() if n not in ("o", "ht")}
+        return replace(first, outputs=outputs)
 
 
 def zoo_target(name: str) -> ZooTarget:
