@@ -22,8 +22,11 @@ from verikda.ops import (  # fmt: skip
     chunk_kda,
     chunk_kda_bwd,
     chunk_kda_fwd,
+    engine,
     recurrent_kda,
 )
+from verikda.ops.engine import Ready
+from verikda.ops.validate import check_call
 
 PROBLEMS: dict[str, dict[str, Any]] = {
     "batch": {"B": 2},
@@ -199,3 +202,21 @@ def test_the_older_name_of_state_v_first_means_the_same():
     older = {n: x for n, x in given.items() if n != "state_v_first"} | {"transpose_state_layout": True}
     for a, b in zip(chunk_kda_fwd(**given), chunk_kda_fwd(**older), strict=True):
         assert (a is None and b is None) or a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_second_backward_reads_what_the_first_read(name, dtype):
+    """Autograd keeps what was saved, and walks it again with retain_graph."""
+    p = small.make(**PROBLEMS[name], dtype=dtype)
+    given = small.arguments(p, small.in_numpy(dtype))
+    given = {n: x for n, x in given.items() if n != "output_final_state"}
+    ready = Ready.of(check_call(**given, gated=True))
+    keep = engine.needed(ready)
+    saved = {n: x for n, x in engine.forward(ready, keep=keep).items() if n in (*keep, "decay")}
+    before = {n: x.tobytes() for n, x in {**saved, **ready.inputs}.items()}
+    do, dht = p.do.astype(dtype), p.dht.astype(np.float32)
+    first, again = (engine.backward(ready, do, dht, saved=saved) for _ in range(2))
+    assert saved
+    assert {n: x.tobytes() for n, x in first.items()} == {n: x.tobytes() for n, x in again.items()}
+    assert {n: x.tobytes() for n, x in {**saved, **ready.inputs}.items()} == before
