@@ -185,6 +185,25 @@ def test_noise_that_is_owed_to_few_runs_is_estimated_by_more(monkeypatch: pytest
     assert failed(), "64 runs do not know what they owe to few of them"
 
 
+def test_few_runs_are_those_of_which_one_is_eight_times_the_mean() -> None:
+    p = problem(lengths=(20,), tail=0)
+    truth = forward_reverse(p)["o"]
+    for ratio, owed in ((0.0, True), (0.11, True), (0.2, False), (1.0, False)):  # of the other 63 runs to the largest
+        found = noise.OutputNoise("o", truth, "float32", p, chunked32(64))
+        runs = np.broadcast_to(truth, (64, *truth.shape)).copy()
+        runs += np.sqrt([1.0] + [ratio] * 63)[:, None, None, None, None]
+        found.add(runs, np.ones(64))
+        assert found.owed_to_few.all() == found.owed_to_few.any() == owed, ratio
+
+
+def test_no_more_runs_are_made_where_the_noise_is_known() -> None:
+    p = problem(lengths=(40,), tail=0, dtype="float32")
+    out = forward_reverse(p)
+    out["o"][0, 3] *= 1 + 2e-5
+    found = judge(out, dtypes_for("float32"), p, chunked32(64))
+    assert (found.verdict, found.runs) == ("fail", 64), found.outputs["o"]
+
+
 def test_blocks_are_a_partition_and_large_enough() -> None:
     p = problem(lengths=(1, 0, 3, 40, 2), tail=5, H=2, HV=4, K=2, V=3)
     truth = forward_reverse(p)

@@ -19,8 +19,10 @@ class Call:
     backward : whether gradients are wanted.
     chunk_size, safe_gate, state_v_first, recompute : flags passed on where the target has them.
     final_state : whether the final state is asked for, where the target can be told; if not, it is not judged.
-    frozen : inputs that need no gradient, for targets with `Capabilities.autograd`.
-    backwards : how often the reverse is made through one forward, for those too; the gradients are of the last.
+    frozen : inputs that need no gradient, of q, k, v, g, beta, h0, A_log, dt_bias; only for targets with
+        `Capabilities.autograd`, others raise ValueError.
+    backwards : how often the reverse is made through one forward, from 1 on, for those too; the gradients are of the
+        last.
     layout : one of `verikda.case.LAYOUTS`; how each input lies in memory.
     poison : value that fills everything around the inputs (guard zones, skipped elements, rows at or after
         cu_seqlens[-1], those of `do` too). None fills with zeros and leaves such rows as they are in `problem`.
@@ -79,8 +81,8 @@ class Capabilities:
     `beyond_safe_gate` promises that `safe_gate` changes no result, also where its own promise (no log gate below -5) is
     broken.
     Defaults describe a complete implementation; of a function both promises are False until it declares them.
-    `autograd` says that gradients come by a graph, as torch's do: an input may need none, and the reverse can be made
-    again through the same forward.
+    `autograd` says that gradients come by torch's graph: an input may need none, and the reverse can be made again
+    through the same forward.
     `notes` says of some limits why they are there, by field.
     """
 

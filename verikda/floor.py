@@ -164,10 +164,11 @@ def judge(
         floor.find_overflow()
     while True:
         judged = {name: errors[name].judge(limit) for name in names}
-        if all(_decided(j.ratio or 0.0, floor, limit) for j in judged.values()):
+        failed = [name for name, j in judged.items() if j.verdict == "fail"]
+        owed = {name for name in failed if errors[name].owed_to_few(limit)}
+        if all(_decided(j.ratio or 0.0, floor, limit) and name not in owed for name, j in judged.items()):
             break
-        suspicious = [errors[name] for name, j in judged.items() if j.verdict == "fail"]
-        if not floor.refine(bool(suspicious) and all(error.owed_to_few(limit) for error in suspicious)):
+        if not floor.refine(rare=bool(owed) and len(owed) == len(failed) and not wrong):
             break
     return _summary(wrong | judged, floor, truth, names)
 

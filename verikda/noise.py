@@ -21,8 +21,9 @@ CONFIRMED = (16, 64)
 """Runs with explicit float32 noise after which a suspicious result is looked at again."""
 RARE = 1024
 """Runs where the noise of a suspicious block is owed to few of those before."""
-_SHARE = 1 / 8
-"""Of a block's noise: owed to few runs if the largest has more. Of 64 squares of one normal number it has a ninth."""
+_FEW = 8.0
+"""A block's noise is owed to few runs if the largest is so many times the mean. Of 64 squares of one normal number the
+largest is 7 times the mean, of sums of more numbers less."""
 _BATCH = 1 << 22
 """Output elements emulated at once."""
 
@@ -113,7 +114,8 @@ class OutputNoise:
     @property
     def owed_to_few(self) -> npt.NDArray[np.bool_]:
         """Blocks whose noise is owed to few runs, so that another implementation may be a still rarer one."""
-        found: npt.NDArray[np.bool_] = self._largest > _SHARE * self.blocks.sum(self._sum)
+        mean = self.blocks.sum(self.per_element)
+        found: npt.NDArray[np.bool_] = self._largest > _FEW * mean
         return found
 
     def excuses(self, infinite: Array, limit: float) -> npt.NDArray[np.bool_]:
@@ -188,7 +190,7 @@ class Floor:
 
         Parameters
         ----------
-        rare : whether `RARE` runs are to follow.
+        rare : whether `RARE` runs are made after those of `CONFIRMED`, once.
         """
         if not self._plan:
             if rare and self.runs < RARE:

@@ -103,7 +103,7 @@ def _noise(
 ) -> dict[str, OutputNoise]:
     """The noise of every output, from as many runs as a failure is confirmed by."""
     floor = Floor(p, contract, truth, dtypes, backward, 4, 0)
-    while floor.refine():
+    while floor.refine(rare=any(noise.owed_to_few.any() for noise in floor.outputs.values())):
         pass
     floor.find_overflow()
     return floor.outputs

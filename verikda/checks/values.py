@@ -59,14 +59,27 @@ def judged(
 
     Parameters
     ----------
-    what : the other call is, in words.
-    result : None makes the call.
+    check : name of the check that asks.
+    call : the other call; `what` says in words what it is.
+    result : of it; None makes the call.
+    truth : float64 reference of it; None computes it.
     """
     got = ctx.run(call) if result is None else result
     names = [n for n in promised(ctx, call) if n in ctx.result.outputs and n not in got.outputs]
     if names:
         return Outcome(check, "fail", tuple(Failure(check, n, f"{what}: {n} is missing") for n in names))
-    return from_judgement(check, ctx.judge(got, call, truth), what)
+    found = ctx.judge(got, call, truth)
+    return from_judgement(check, found, f"{what}: {found.detail}" if found.detail else what)
+
+
+def _has_state_loss(ctx: Context) -> str | None:
+    p = ctx.call.problem
+    return None if ctx.call.backward and p.dht is not None and p.do is not None else "no gradient of the final state"
+
+
+def _state_loss(ctx: Context) -> Outcome:
+    call = replace(ctx.call, problem=replace(ctx.call.problem, do=None))
+    return judged(ctx, "state_loss", call, "a loss on the final state alone")
 
 
 def _flip(ctx: Context, check: str, flag: str) -> Outcome:
@@ -258,5 +271,13 @@ CHECKS = (
         False,
         _beyond_safe_gate,
         _safe_gate,
+    ),
+    Check(
+        "state_loss",
+        "a loss on the final state alone gives its gradients within the floor",
+        "STATE_LOSS_ALONE",
+        False,
+        _has_state_loss,
+        _state_loss,
     ),
 )

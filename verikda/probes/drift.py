@@ -136,7 +136,10 @@ def measure(target: Target, case: Case, call: Call, result: Result) -> Iterator[
     )
     while True:
         found = {n: _ratios(n, result.outputs[n], floor.outputs[n]) for n in names}
-        if max((r for ratios in found.values() for r in ratios), default=0.0) <= LIMIT / 2 or not floor.refine():
+        if max((r for ratios in found.values() for r in ratios), default=0.0) <= LIMIT / 2:
+            break
+        failed = [n for n, ratios in found.items() if max(ratios, default=0.0) > LIMIT]
+        if not floor.refine(rare=any(floor.outputs[n].owed_to_few.any() for n in failed)):
             break
     for name, ratios in found.items():
         worst = int(np.argmax(ratios))

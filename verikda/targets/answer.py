@@ -22,6 +22,9 @@ UNSUPPORTED = re.compile(
 """A plain RuntimeError with such a text is a refusal too: it is what C++ extensions raise. The exception is torch's
 message about writing into an expanded tensor, which means that the function writes into its input."""
 
+DONATED = "compiled with non-empty donated buffers"
+"""What torch.compile says of a second backward through one forward, unless its `donated_buffer` is off."""
+
 BAD_GRADIENT = (
     "returned an invalid gradient",
     "returned an incorrect number of gradients",
@@ -35,7 +38,8 @@ def sort_error(error: BaseException, where: str = "") -> Exception:
     text = f"{where}{told(error)}"
     if any(part in text for part in BAD_GRADIENT):
         return Malformed(text)
-    if isinstance(error, REFUSALS) or (type(error) is RuntimeError and UNSUPPORTED.search(text)):
+    declined = UNSUPPORTED.search(text) or DONATED in text
+    if isinstance(error, REFUSALS) or (type(error) is RuntimeError and declined):
         return Refused(text)
     return Crashed(text)
 

@@ -40,6 +40,19 @@ class TargetError(Exception):
     """A target that cannot be used as named; one sentence says why and what to do."""
 
 
+def refuse_graph(call: Call, name: str) -> None:
+    """What a target without `Capabilities.autograd` does first of all.
+
+    Raises
+    ------
+    ValueError
+        When the call asks what only a graph of autograd can do.
+    """
+    if call.frozen or call.backwards != 1:
+        what = f"{', '.join(call.frozen)} without gradient" if call.frozen else f"{call.backwards} backwards"
+        raise ValueError(f"target {name} has no graph of autograd, so no call with {what} can be made")
+
+
 def told(error: BaseException) -> str:
     """Type and text of an exception; the code that is checked may have one whose text cannot be made, or written.
 

@@ -89,7 +89,7 @@ def training() -> CuDnn:
         layouts=LAYOUTS,
         grouped=False, empty=False, tail_padding=False, scale=False, qk_l2norm=False, beta_sigmoid=False,
         allow_neg_eigval=False, safe_gate=False, recompute=False, hard_reset=False, shape_invariant=False,
-        beta_above_one=False, g_dtypes=("float32",), beta_dtypes=("float32",),
+        beta_above_one=False, g_dtypes=("float32",), beta_dtypes=("float32",), autograd=True,
         notes={**LIMITS, "scale": "the backward kernels have K**-0.5 built in", "grouped": "none in the backward"},
     )  # fmt: skip
     return CuDnn(unfused(call, no_engine), name, f"{library}, engine {ENGINE}", supported)

@@ -11,6 +11,7 @@ from oracles.arithmetic import Nearest
 from oracles.chunked import emulate
 from oracles.contract import Contract
 from verikda.call import Call, Capabilities, Result
+from verikda.targets.base import refuse_graph
 from verikda.targets.contracts import Declared, check_declared, contract_of
 
 
@@ -50,8 +51,9 @@ class Emulator:
         Raises
         ------
         ValueError
-            When the problem has no meaning.
+            When the problem has no meaning, or the call asks for more than one plain reverse.
         """
+        refuse_graph(call, self.name)
         contract = self.contract(call)
         dtypes = call.output_dtypes()
         trace = emulate(call.problem, contract, Nearest(), backward=call.backward, output_dtypes=dtypes)

@@ -17,6 +17,7 @@ from oracles.problem import Array
 from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
 from verikda.targets.answer import check_array
+from verikda.targets.base import TargetError, refuse_graph
 from verikda.targets.contracts import Declared
 from verikda.targets.function import FunctionTarget
 from verikda.targets.loading import describe
@@ -50,6 +51,8 @@ class NumpyFunction(FunctionTarget):
         contract: Declared | None = None,
     ) -> None:
         super().__init__(function, name, sig.read(function, name, supplied=("do", "dht")), capabilities, contract)
+        if (sig.attribute(function, "verikda_capabilities") or {}).get("autograd"):
+            raise TargetError(f"{name}: verikda_capabilities has autograd = True, which only torch functions can have")
         self._capabilities = replace(self._capabilities, autograd=False)
 
     def run(self, call: Call) -> Result:
@@ -64,6 +67,7 @@ class NumpyFunction(FunctionTarget):
         TargetError
             When an earlier call has ended the CUDA context, where the function computes on a GPU.
         """
+        refuse_graph(call, self.name)
         self.check_context()
         keywords = self.signature.keywords(call)
         blocks = place_call(call, sig.argument_arrays(call))

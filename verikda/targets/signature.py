@@ -77,6 +77,7 @@ class Signature:
             safe_gate=self.has("safe_gate"),
             state_v_first=self.has("state_v_first"),
             recompute=self.has("disable_recompute"),
+            autograd=True,
         )
 
     def keywords(self, call: Call) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,6 @@ class TorchFunction(FunctionTarget):
     ) -> None:
         torch = import_torch(name)
         super().__init__(function, name, sig.read(function, name, swallowed), capabilities, contract)
-        self._capabilities = replace(self._capabilities, autograd=self._capabilities.backward)
         self.device: str = device or sig.attribute(function, "verikda_device") or _default_device(torch)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise TargetError(f"target {name} asks for device {self.device!r}, but torch finds no GPU; use 'cpu'")
