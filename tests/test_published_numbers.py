@@ -92,7 +92,7 @@ def test_ratios_of_times(bench: Rows) -> None:
     assert f"| jla, DeltaNet | {ratios(('jla',), ('none',))} |" in report
     delta = bench[Workload(1, 8192, 32, "none")]
     own, fla, jla = (f"{delta[n]['times']['backward']['median']:,.0f}" for n in ("verikda", "fla", "jla"))
-    assert f"alone takes {own} at 1,8192,32 against fla's {fla} and jla's {jla}." in report
+    assert f"alone takes {own} at 1,8192,32 against fla's {fla} and jla's {jla}, and its forward" in report
 
 
 def test_nothing_is_lost_to_fla(bench: Rows) -> None:
@@ -149,8 +149,7 @@ def test_random_searches() -> None:
     }
     total = sum(sum(x["verdicts"].values()) for x in lines)
     assert counts["fail"] == 0
-    assert f"{total:,} cases over the whole scope, through all checks: {counts['pass']:,} pass," in report
-    assert f" {counts['inconclusive']}\nare inconclusive" in report
+    assert f"Of {total:,} cases over the whole scope, {counts['pass']:,} pass, {counts['inconclusive']}\nare" in report
     names = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
     worst = {n: max(x["worst"][n]["ratio"] for x in lines) for n in names}
     assert f"| {' | '.join(f'{worst[n]:.2f}' for n in names)} |\n" in report
