@@ -84,24 +84,20 @@ def run_call(
     call: Call,
     checks: tuple[Check, ...] = CHECKS,
     limit: float = LIMIT,
-    turns: tuple[int, int] | None = None,
+    turns: int | None = None,
 ) -> tuple[tuple[Outcome, ...], dict[str, str], Context]:
     """Run the checks that apply to a call.
 
     Parameters
     ----------
-    turns : (start, count) runs the free checks and `count` of the others that apply, beginning at `start`
-        in their cycle; None runs them all.
+    turns : runs the free checks and so many of the others that apply, in the order of `checks`; None runs them all.
     """
     ctx = Context(target, call, limit)
     outcomes: list[Outcome] = []
     skipped: dict[str, str] = {}
     free = [c for c in checks if c.name in FREE]
     others = [c for c in checks if c.name not in FREE]
-    if turns is not None:
-        start = turns[0] % max(1, len(others))
-        others = others[start:] + others[:start]
-    left = len(others) if turns is None else turns[1]
+    left = len(others) if turns is None else turns
     for check in (*free, *others):
         if check.name not in FREE and left == 0:
             break
@@ -123,7 +119,7 @@ def run_case(
     checks: tuple[Check, ...] = CHECKS,
     *,
     limit: float = LIMIT,
-    turns: tuple[int, int] | None = None,
+    turns: int | None = None,
 ) -> CaseReport:
     """Make the inputs of a case, run it on a target, and judge it by the checks."""
     started = time.perf_counter()

@@ -190,6 +190,7 @@ class Search:
         self._on_finding = on_finding or (lambda finding: None)
         self._seen: set[tuple[str, str]] = set()
         self._count = 0
+        self._runs: Counter[str] = Counter()
         self._started = 0.0
 
     def run(self) -> Summary:
@@ -277,8 +278,11 @@ class Search:
 
     def _try(self, case: Case, *, everything: bool = False) -> CaseReport:
         settings = self.settings
-        turns = None if everything else (self._count * settings.turns, settings.turns)
-        report = run_case(self.target, case, settings.checks, limit=settings.limit, turns=turns)
+        # Those that have run least come first, so that one that seldom applies runs wherever it does.
+        checks = tuple(sorted(settings.checks, key=lambda check: self._runs[check.name]))
+        turns = None if everything else settings.turns
+        report = run_case(self.target, case, checks, limit=settings.limit, turns=turns)
+        self._runs.update(outcome.check for outcome in report.outcomes)
         with held():  # what is counted is told
             self._count += 1
             self.summary.add(report)

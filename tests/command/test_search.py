@@ -18,9 +18,10 @@ from losing import LOST, Losing
 
 from verikda.call import Call, Capabilities, Crashed, Malformed, Refused, Result
 from verikda.case import Case
-from verikda.checks import BY_NAME, CHECKS, named
+from verikda.checks import BY_NAME, CHECKS, FREE, Context, named
 from verikda.finding import Finding
-from verikda.run_case import run_case
+from verikda.inputs import make_call
+from verikda.run_case import CaseReport, run_case
 from verikda.search import Search, Settings
 from verikda.shrink import candidates, shrink
 from verikda.starts import brink_cases, coherent_cases, long_cases, stratified, wide_cases
@@ -376,3 +377,21 @@ def test_checks_are_documented() -> None:
     for check in CHECKS:
         assert check.proves
         assert Fault[check.kills].info.kills.count(check.name) == 1
+
+
+def test_the_checks_that_have_run_least_come_first() -> None:
+    target = ZooTarget()
+    runs: Counter[str] = Counter()
+    waited = []
+
+    def seen(report: CaseReport) -> None:
+        ctx = Context(target, make_call(report.case))
+        ran = {o.check for o in report.outcomes} - set(FREE)
+        assert len(ran) == 2
+        others = {c.name for c in CHECKS if c.name not in (*FREE, *ran) and c.applies(ctx) is None}
+        assert max(runs[name] for name in ran) <= min(runs[name] for name in others)
+        waited.extend(name for name in ran if runs[name] < max(runs.values(), default=0) - 1)
+        runs.update(ran)
+
+    Search(target, Settings(cases=50, stratified=50, turns=2), on_report=seen).run()
+    assert waited, "every check applied as often"

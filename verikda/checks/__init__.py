@@ -1,7 +1,7 @@
 """The properties that a delta-rule implementation must have, each in one place.
 
 `CHECKS` lists them in the order in which they run. Those in `FREE` cost no further call of the target and run on
-every case; of the others a few take turns on each case.
+every case; of the others a few on each, those first that have run least.
 """
 
 from __future__ import annotations
