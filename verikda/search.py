@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from verikda.case import Case
-from verikda.checks import BY_NAME, CALL, CHECKS, Check, Failure
+from verikda.checks import BY_NAME, CALL, CHECKS, FREE, Check, Failure
 from verikda.finding import Finding
 from verikda.floor import LIMIT
 from verikda.interrupts import held
@@ -278,11 +278,11 @@ class Search:
 
     def _try(self, case: Case, *, everything: bool = False) -> CaseReport:
         settings = self.settings
-        # Those that have run least come first, so that one that seldom applies runs wherever it does.
+        # Of those that take turns the ones that have run least come first: one that seldom applies runs wherever it does.
         checks = tuple(sorted(settings.checks, key=lambda check: self._runs[check.name]))
         turns = None if everything else settings.turns
         report = run_case(self.target, case, checks, limit=settings.limit, turns=turns)
-        self._runs.update(outcome.check for outcome in report.outcomes)
+        self._runs.update(outcome.check for outcome in report.outcomes if outcome.check not in FREE)
         with held():  # what is counted is told
             self._count += 1
             self.summary.add(report)
