@@ -229,7 +229,7 @@ class _Error:
         if not known.any():
             what = "the contract itself overflows"
             return Judged(self.name, "inconclusive", None, dtype=self.noise.dtype, excluded=self.excluded, message=what)
-        ratios = self._ratios()
+        ratios = self._ratios(noise)
         block = int(np.argmax(ratios))
         ratio = float(ratios[block])
         at = self.blocks.worst(block, self.error)
@@ -245,14 +245,13 @@ class _Error:
         """Whether every block above the limit has noise that is owed to few runs."""
         if self.bad.any() and self._unexcused(limit).any():
             return False
-        return bool(self.noise.owed_to_few[self._ratios() > limit].all())
+        return bool(self.noise.owed_to_few[self._ratios(self.noise.per_block) > limit].all())
 
     def _unexcused(self, limit: float) -> npt.NDArray[np.bool_]:
         return self.bad & ~self.noise.excuses(self.actual, limit)
 
-    def _ratios(self) -> Array:
+    def _ratios(self, noise: Array) -> Array:
         """Error over noise of each block; 0 where the contract itself overflows."""
-        noise = self.noise.per_block
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.sqrt(self.squared / noise)
         return np.where((self.squared == 0) | ~np.isfinite(noise), 0.0, ratios)

@@ -278,7 +278,7 @@ class Search:
 
     def _try(self, case: Case, *, everything: bool = False) -> CaseReport:
         settings = self.settings
-        # Of those that take turns the ones that have run least come first: one that seldom applies runs wherever it does.
+        # Those of the others that have run least come first, so that one that seldom applies runs wherever it does.
         checks = tuple(sorted(settings.checks, key=lambda check: self._runs[check.name]))
         turns = None if everything else settings.turns
         report = run_case(self.target, case, checks, limit=settings.limit, turns=turns)

@@ -49,19 +49,19 @@ def excess(call: Call, result: Result) -> float:
     return float(np.max(relative)) / limit(call)  # NaN stays NaN
 
 
+SHOWN_IN: dict[tuple[str, ...], dict[str, object]] = {
+    ("poison",): {"poison": np.nan},
+    ("safe_gate",): {"safe_gate": True},
+    ("split_anywhere",): {"backward": False},
+    ("frozen",): {"frozen": ("beta",)},
+    ("second_backward",): {"backwards": 2},
+}
+"""What a check changes of a call, for faults that show only then."""
+
+
 @pytest.mark.parametrize("fault", ONE_CALL, ids=lambda f: f.name)
 def test_fault_shows(fault: Fault) -> None:
-    call = shown_by(fault)[0]
-    if fault.info.kills == ("poison",):
-        call = replace(call, poison=np.nan)
-    if fault.info.kills == ("safe_gate",):
-        call = replace(call, safe_gate=True)
-    if fault is Fault.GRADIENT_UNASKED:
-        call = replace(call, backward=False)
-    if fault is Fault.FROZEN_HALF:
-        call = replace(call, frozen=("beta",))
-    if fault is Fault.BACKWARD_ONCE:
-        call = replace(call, backwards=2)
+    call = replace(shown_by(fault)[0], **SHOWN_IN.get(fault.info.kills, {}))
     if fault is Fault.STATE_LOSS_ALONE:
         call = replace(call, problem=replace(call.problem, do=None))
     healthy, faulty = ZooTarget().run(call), ZooTarget(fault).run(call)

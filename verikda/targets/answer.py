@@ -16,14 +16,12 @@ must not fail, and an IndexError or a shape mismatch deep inside is a fault."""
 
 UNSUPPORTED = re.compile(
     r"\bunsupported\b(?! operation: more than one element)|\bnot (?:yet |currently )?(?:supported|implemented)"
-    r"|\bonly supports?\b|(?:does|do)(?: not|n't) support",
+    r"|\bonly supports?\b|(?:does|do)(?: not|n't) support|\bcompiled with non-empty donated buffers\b",
     re.IGNORECASE,
 )
 """A plain RuntimeError with such a text is a refusal too: it is what C++ extensions raise. The exception is torch's
-message about writing into an expanded tensor, which means that the function writes into its input."""
-
-DONATED = "compiled with non-empty donated buffers"
-"""What torch.compile says of a second backward through one forward, unless its `donated_buffer` is off."""
+message about writing into an expanded tensor, which means that the function writes into its input. The last is what
+torch.compile says of a second backward through one forward, unless its `donated_buffer` is off."""
 
 BAD_GRADIENT = (
     "returned an invalid gradient",
@@ -38,8 +36,7 @@ def sort_error(error: BaseException, where: str = "") -> Exception:
     text = f"{where}{told(error)}"
     if any(part in text for part in BAD_GRADIENT):
         return Malformed(text)
-    declined = UNSUPPORTED.search(text) or DONATED in text
-    if isinstance(error, REFUSALS) or (type(error) is RuntimeError and declined):
+    if isinstance(error, REFUSALS) or (type(error) is RuntimeError and UNSUPPORTED.search(text)):
         return Refused(text)
     return Crashed(text)
 
