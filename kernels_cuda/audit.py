@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from kernels_cuda import instances
-from kernels_cuda.build import ARCHES, Cubin, compile_all
+from kernels_cuda.build import ARCHES, NUMERICS, Cubin, build, compile_all, compiler
+from kernels_cuda.cache import uncached
 from kernels_cuda.sources import base_name
 
 APPROXIMATIONS = ("ex2.approx.f32", "ex2.approx.ftz.f32")
@@ -94,12 +95,14 @@ def usual(arch: str) -> list[str]:
 
 
 def audit(arch: str, names: Iterable[str], workers: int = 1) -> list[str]:
-    """Problems of instances on one architecture; compiles what is not in the cache."""
-    return [
-        problem
-        for made in compile_all(arch, names, workers=workers)
-        for problem in problems(made, SPILLS.get(arch, {}))
-    ]
+    """Problems of instances on one architecture; compiles what is not in the cache.
+
+    What NVRTC took from its own cache it says nothing about: that is compiled again.
+    """
+    made = compile_all(arch, names, workers=workers)
+    if fresh := uncached(compiler()):
+        made = [m if m.resources else build(m.instance, arch, flags=(*NUMERICS, *fresh)) for m in made]
+    return [problem for m in made for problem in problems(m, SPILLS.get(arch, {}))]
 
 
 def main() -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +25,14 @@ def test_one_step_is_trained_kept_and_judged(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(example, "TARGETS", ("transformers", "nowhere"))
     monkeypatch.setattr(example, "TOKENS", 70)
     monkeypatch.setattr(example, "CHECKED", example.CHECKED[:1])
+    modeling = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    plain = modeling.chunk_kimi_delta_attention
+
+    @functools.wraps(plain)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a fused kernel that is installed was trained with")
+
+    monkeypatch.setattr(modeling, "chunk_kimi_delta_attention", fused)
     arguments = ["--steps", "2", "--folder", str(tmp_path / "c"), "--report", str(tmp_path / "r.md")]
     example.main(arguments)
     kept = sorted(p.name for p in (tmp_path / "c").iterdir())

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,6 +135,15 @@ class Workers(SpawnContext):
         return self.made[-1]
 
 
+class _Pool(ProcessPoolExecutor):
+    """What the first `submit` makes it has started when it returns: shutting down waits for threads that are there."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Hand over one call."""
+        with held():
+            return super().submit(fn, *args, **kwargs)
+
+
 @contextmanager
 def processes(jobs: int, initializer: Callable[[], None] | None = None) -> Iterator[ProcessPoolExecutor]:
     """A pool of processes for the block; an exception that leaves it, KeyboardInterrupt too, ends them at once.
@@ -150,7 +159,7 @@ def processes(jobs: int, initializer: Callable[[], None] | None = None) -> Itera
         When one of them ends before its work; the others are ended too.
     """
     workers = Workers()
-    with ProcessPoolExecutor(jobs, mp_context=workers, initializer=initializer) as pool:
+    with _Pool(jobs, mp_context=workers, initializer=initializer) as pool:
         try:
             yield pool
         except BrokenProcessPool:

@@ -26,7 +26,7 @@ from click.testing import CliRunner
 from verikda import interrupts
 from verikda.cli import main
 from verikda.finding import load_case
-from verikda.interrupts import SAME, Worker, held, on_stop
+from verikda.interrupts import SAME, Worker, held, on_stop, processes
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
@@ -278,6 +278,26 @@ def test_processes_that_are_still_starting_end_as_well(name: str, number: signal
     assert "Error" not in run.stderr
     # earlier than that the command has begun nothing that it could close
     assert run.lines[-1]["kind"] == kind or run.lines[-1]["interrupted"] is True
+
+
+@pytest.mark.parametrize(("owner", "name"), [(threading.Thread, "_ExecutorManagerThread"), (Worker, "Worker")])
+def test_a_pool_that_is_interrupted_before_a_part_of_it_starts_ends(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shutting a pool down joins a thread and ends processes, which are not there yet."""
+    plain, seen = owner.start, []
+
+    def start(self: Any) -> None:
+        if type(self).__name__ == name:
+            seen.append(self)
+            signal.raise_signal(signal.SIGINT)
+        plain(self)
+
+    monkeypatch.setattr(owner, "start", start)
+    monkeypatch.setattr(interrupts, "_state", interrupts._State())
+    with pytest.raises(KeyboardInterrupt), on_stop(), processes(1) as pool:
+        pool.submit(abs, -1)
+    assert seen
 
 
 def test_a_share_that_somebody_else_ends_is_no_whole_search() -> None:

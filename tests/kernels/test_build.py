@@ -192,6 +192,25 @@ def test_no_gpu_compiler_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_nvrtc
+def test_an_instance_that_the_compiler_is_silent_about_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a driver NVRTC hands out what it has compiled before, with neither a log nor PTX."""
+    silent = build.Cubin(Path(), "chunk_table", "", "sm_90a", build.NUMERICS, "NVRTC 13.5", None, None)
+    asked: list[tuple[str, ...]] = []
+
+    def again(instance: str, arch: str, *, flags: tuple[str, ...]) -> build.Cubin:
+        asked.append(flags)
+        return replace(silent, flags=flags, resources=build.Resources(8, 0, 0, 8, 0), opcodes={})
+
+    monkeypatch.setattr(audit, "compile_all", lambda *_, workers: [silent])
+    monkeypatch.setattr(audit, "build", again)
+    monkeypatch.setattr(audit, "compiler", lambda: silent.compiler)
+    assert audit.audit("sm_90a", ["chunk_table"]) == ["chunk_table on sm_90a: has 8 bytes of stack"]
+    assert asked == [(*build.NUMERICS, "--no-cache")]
+    monkeypatch.setattr(audit, "compiler", lambda: "nvcc release 13.0")
+    with pytest.raises(ValueError, match="reports neither registers nor PTX of chunk_table"):
+        audit.audit("sm_90a", ["chunk_table"])
+
+
 def test_a_refused_kernel_carries_the_compilers_words() -> None:
     with pytest.raises(host_build.CompileError, match="M and K are multiples of 16, N of 8"):
         build.build("product<bf16,16,8,17,NN>", "sm_90a", source=CONFORMANCE)

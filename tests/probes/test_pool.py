@@ -60,7 +60,7 @@ def test_a_healthy_target_passes_and_every_rule_runs() -> None:
     report = small(wrapped(look))
     assert report.verdict == "pass", report.message
     assert {"empty", "packed", "batch", "state", "no state"} <= set(done)
-    assert report.counts["pools"] == 12
+    assert report.counts["pools"] >= 12  # Hypothesis may begin some that it gives up
     assert "fail" not in report.counts
     assert report.message == ""
 
@@ -109,7 +109,10 @@ def test_the_shortest_history_and_a_case_are_reported() -> None:
     start, *steps = report.failure.steps
     assert "H=1 HV=1 K=1 V=1" in start
     assert "gate random x 1; k random" in start
-    assert steps == ["append in one pack 1 tokens to slot 0, 0 tokens to slot 1"]
+    assert steps in (  # which of the two is smaller is Hypothesis's affair
+        ["append in one pack 1 tokens to slot 0, 0 tokens to slot 1"],
+        ["append in one batch 1 tokens to slot 0, 1 tokens to slot 1"],
+    )
     assert all(step in report.message for step in steps)
     assert report.finding is not None
     assert report.finding.case.packed

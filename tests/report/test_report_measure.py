@@ -21,7 +21,7 @@ from verikda.dtypes import format_of, ulp
 from verikda.inputs import make_call
 from verikda.permits import permits
 from verikda.report import anchors, exponentials, flags, inverse, tables
-from verikda.report.grid import GRIDS, Point, points
+from verikda.report.grid import GRIDS, Point, flag_points, points
 from verikda.report.measure import PROBABILITIES, fitted, head_means, measure
 from verikda.report.stages import STAGES, stage_line
 from verikda.targets import own, resolve
@@ -205,7 +205,8 @@ def test_each_set_of_flags_is_a_target_and_none_is_without_a_gpu(monkeypatch: py
         return load("host")
 
     if own.gpu_missing() is not None:
-        assert flags.flag_targets() == []
+        assert flags.flag_targets() == ()
+        flags.flag_targets.cache_clear()
         monkeypatch.setattr(own, "gpu_missing", lambda: None)
     monkeypatch.setattr(flags, "load", host)
     monkeypatch.setattr(flags, "compiler", lambda: "NVRTC 13.0")
@@ -216,6 +217,41 @@ def test_each_set_of_flags_is_a_target_and_none_is_without_a_gpu(monkeypatch: py
     line = measure(made[-1], Point("flags", replace(CASE, lengths=(16,), heads=1, K=4, V=4)))
     assert line["verdict"] == "pass", line
     assert set(line["outputs"]) == {"o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0"}
+    flags.flag_targets.cache_clear()
+
+
+def test_the_values_that_a_build_changes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "flag_targets", lambda: (resolve("zoo"), resolve("zoo"), resolve("zoo:DV_OFF")))
+    case = replace(CASE, dtype="float32")
+    lines = list(flags.flag_lines(Point("flags", case)))
+    assert [set(x["changed"].values()) for x in lines[:2]] == [{0.0}, {0.0}]
+    assert {n for n, share in lines[2]["changed"].items() if share} == {"dv"}
+    call = make_call(case)
+    dv, planted = (resolve(name).run(call).outputs["dv"] for name in ("zoo", "zoo:DV_OFF"))
+    assert lines[2]["changed"]["dv"] == pytest.approx(np.mean(dv != planted), rel=1e-3)
+    table = tables.builds(lines)
+    assert table is not None
+    shipped, fault = ({h: cell.text for h, cell in zip(table.headers, row, strict=True)} for row in table.rows)
+    assert (shipped["build"], shipped["verdict"], shipped["cases"], shipped["dv"]) == (
+        "zoo:NONE",
+        "pass",
+        "2 pass",
+        "0",
+    )
+    assert (fault["build"], fault["verdict"], fault["cases"], fault["o"]) == ("zoo:DV_OFF", "fail", "1 fail", "0")
+    assert fault["worst ratio"].endswith(" dv")
+    assert fault["dv"] == "100 %"
+
+
+def test_flags_are_measured_on_divisions_roots_and_subnormal_numbers() -> None:
+    cases = [p.case for p in flag_points(GRIDS["wide"])]
+    for dtype in DTYPES:
+        mine = [c for c in cases if c.dtype == dtype]
+        assert {(c.gate_regime, c.key_regime) for c in mine} >= {(r[0], r[2]) for r in GRIDS["wide"].regimes}
+        assert any(c.qk_l2norm and c.beta_sigmoid and c.gate == "softplus" for c in mine)
+    p = make_call(next(c for c in cases if c.dtype == "float32" and c.v_exponent < 0)).problem
+    dk = np.abs(forward_reverse(p)["dk"])
+    assert np.mean((dk > 0) & (dk < np.finfo(np.float32).tiny)) > 0.9
 
 
 # ------------------------------------------------------------------ the notes' claims

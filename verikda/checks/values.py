@@ -19,10 +19,11 @@ from verikda.floor import Judgement
 from verikda.inputs import SAFE_GATE
 
 
-def from_judgement(check: str, judgement: Judgement, detail: str = "") -> Outcome:
-    """Turn a judgement of values into an outcome."""
+def from_judgement(check: str, judgement: Judgement, what: str = "") -> Outcome:
+    """Turn a judgement of values into an outcome; `what` says in words of which call, where it is another one."""
     ratios = {v.output: v.ratio for v in judgement.outputs.values() if v.ratio is not None}
-    return Outcome(check, judgement.verdict, failures_of(check, judgement), ratios, detail or judgement.detail)
+    detail = ": ".join(text for text in (what, judgement.detail) if text)
+    return Outcome(check, judgement.verdict, failures_of(check, judgement, what), ratios, detail)
 
 
 def promised(ctx: Context, call: Call) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ def judged(
     if names:
         return Outcome(check, "fail", tuple(Failure(check, n, f"{what}: {n} is missing") for n in names))
     found = ctx.judge(got, call, truth)
-    return from_judgement(check, found, f"{what}: {found.detail}" if found.detail else what)
+    return from_judgement(check, found, what)
 
 
 def _has_state_loss(ctx: Context) -> str | None:

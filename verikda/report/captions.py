@@ -53,5 +53,10 @@ CAPTIONS: dict[str, tuple[str, str]] = {
         "from what float32 intermediates, or a float32 token recurrence, would give. Only the declared contract was "
         "promised: grey is beyond 4 of another one, and no failure.",
     ),
-    "flags": ("Compiler flags", "verikda's kernels built with other flags, on the same cases."),
+    "flags": (
+        "Compiler flags",
+        "verikda's kernels built with other flags, on the same cases: the worst ratio of any output, and of each "
+        "output the largest share of values in one case that are others than the shipped build's. Some cases divide "
+        "and take roots, some give subnormal gradients.",
+    ),
 }

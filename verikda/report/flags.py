@@ -5,12 +5,19 @@ On a GPU only: on the CPU another compiler makes the code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
 
 from kernels_cuda.build import NUMERICS, compiler
 from kernels_cuda.cache import uncached
 from kernels_cuda.modules import load
+from oracles.problem import Array
+from verikda.report.grid import Point
+from verikda.report.measure import measure_and_keep, rounded
 from verikda.targets import own
 from verikda.targets.base import Target
 
@@ -24,10 +31,26 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 """Sets of flags by what a report calls them."""
 
 
-def flag_targets() -> list[Target]:
-    """One target for each set of flags; none without a GPU."""
+@cache
+def flag_targets() -> tuple[Target, ...]:
+    """One target for each set of flags, the shipped one first; none without a GPU."""
     if own.gpu_missing() is not None:
-        return []
+        return ()
     plain, fresh = replace(own.EVERYTHING, layouts=("contiguous",)), uncached(compiler())
     builds = {label: flags if flags is NUMERICS else (*flags, *fresh) for label, flags in FLAGS.items()}
-    return [own.on(load("cuda", flags=flags), f"verikda, {label}", plain) for label, flags in builds.items()]
+    return tuple(own.on(load("cuda", flags=flags), f"verikda, {label}", plain) for label, flags in builds.items())
+
+
+def flag_lines(point: Point) -> Iterator[dict[str, Any]]:
+    """The line of each build; `changed` is the share of values, by output, that are others than the shipped build's."""
+    shipped: Mapping[str, Array] = {}
+    for target in flag_targets():
+        line, result = measure_and_keep(target, point)
+        if result is not None:
+            shipped = shipped or result.outputs
+            line["changed"] = {n: rounded(_changed(x, shipped[n])) for n, x in result.outputs.items()}
+        yield line
+
+
+def _changed(x: Array, shipped: Array) -> float:
+    return float(np.mean(~((x == shipped) | (np.isnan(x) & np.isnan(shipped)))))

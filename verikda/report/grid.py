@@ -75,7 +75,7 @@ class Point:
 
     Attributes
     ----------
-    series : "regimes", "gates", "keys", "lengths", "seeds", "safe" or "stages".
+    series : "regimes", "gates", "keys", "lengths", "seeds", "safe", "stages" or "flags".
     case : what is run.
     keep : what is kept besides ratios and errors, of "ulps", "bias", "positions", "contracts".
     """
@@ -88,16 +88,36 @@ class Point:
 def points(grid: Grid) -> Iterator[Point]:
     """Every point of a grid, the ones that tell most first: a run that is cut short has something of each dtype."""
     for dtype in DTYPES:
-        base = Case(
-            lengths=(grid.tokens,), heads=grid.heads, K=grid.channels, V=grid.channels, dtype=dtype,
-            h0="random", dht=True,
-        )  # fmt: skip
-        yield from _of_dtype(grid, base)
+        yield from _of_dtype(grid, _base(grid, dtype))
+
+
+def flag_points(grid: Grid) -> Iterator[Point]:
+    """What kernels built with other compiler flags are measured on.
+
+    Besides the regimes a call with everything in the kernel, which divides and takes roots, and one whose gradients
+    are subnormal numbers; float16 would have nothing else but zeros there.
+    """
+    for dtype in DTYPES:
+        base = _base(grid, dtype)
+        fused = replace(base, gate_in_kernel=True, A_log=True, dt_bias=True, qk_l2norm=True, beta_sigmoid=True)
+        tiny = replace(base, q_exponent=-8, v_exponent=-64, do_exponent=-64)
+        for case in (*_regimes(grid, base), fused, *((tiny,) if dtype != "float16" else ())):
+            yield Point("flags", case)
+
+
+def _base(grid: Grid, dtype: str) -> Case:
+    return Case(
+        lengths=(grid.tokens,), heads=grid.heads, K=grid.channels, V=grid.channels, dtype=dtype, h0="random", dht=True
+    )
+
+
+def _regimes(grid: Grid, base: Case) -> Iterator[Case]:
+    for gate, size, keys, beta in grid.regimes:
+        yield replace(base, gate_regime=gate, gate_magnitude=size, key_regime=keys, beta_regime=beta)
 
 
 def _of_dtype(grid: Grid, base: Case) -> Iterator[Point]:
-    for gate, size, keys, beta in grid.regimes:
-        case = replace(base, gate_regime=gate, gate_magnitude=size, key_regime=keys, beta_regime=beta)
+    for case in _regimes(grid, base):
         yield Point("regimes", case, frozenset({"contracts"}))
     yield Point("stages", replace(base, lengths=(128,), gate_regime="random", gate_magnitude=0.1))
     for seed in range(grid.seeds):

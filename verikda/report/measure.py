@@ -82,6 +82,11 @@ def measure(target: Target, point: Point) -> dict[str, Any]:
         kind, series, target, dtype, case, verdict ("pass", "fail", "inconclusive", "refused" or "not run"), detail,
         and where the call was made: contract, ran, seconds, outputs, and what `point.keep` names.
     """
+    return measure_and_keep(target, point)[0]
+
+
+def measure_and_keep(target: Target, point: Point) -> tuple[dict[str, Any], Result | None]:
+    """The line of `measure`, and what the target returned; None where it did not."""
     started = time.perf_counter()
     case = fitted(point, target.capabilities)
     line: dict[str, Any] = {
@@ -89,16 +94,16 @@ def measure(target: Target, point: Point) -> dict[str, Any]:
         "verdict": "not run", "detail": "",
     }  # fmt: skip
     if reason := permits(target.capabilities, case):
-        return line | {"detail": f"the target does not support {reason}"}
+        return line | {"detail": f"the target does not support {reason}"}, None
     call, truth = shared_call(case, target.capabilities.backward)
     try:
         result = target.run(call)
     except Refused as error:
-        return line | {"verdict": "refused", "detail": first_line(error)}
+        return line | {"verdict": "refused", "detail": first_line(error)}, None
     except TargetError as error:  # of an earlier call, which ended the CUDA context and has failed
-        return line | {"detail": first_line(error)}
+        return line | {"detail": first_line(error)}, None
     except (Crashed, Malformed) as error:
-        return line | {"verdict": "fail", "detail": f"{type(error).__name__.lower()}: {first_line(error)}"}
+        return line | {"verdict": "fail", "detail": f"{type(error).__name__.lower()}: {first_line(error)}"}, None
     contract = target.contract(call)
     judged = _judged(result, call, contract, truth)
     line |= {
@@ -114,7 +119,7 @@ def measure(target: Target, point: Point) -> dict[str, Any]:
         line["bias"] = {n: head_means(n, x - truth[n]) for n, x in finite.items() if np.isfinite(x).all()}
     if "positions" in point.keep:
         line["positions"] = positions(finite, truth, result.dtypes, call, contract)
-    return line | {"seconds": round(time.perf_counter() - started, 3)}
+    return line | {"seconds": round(time.perf_counter() - started, 3)}, result
 
 
 def first_line(error: Exception) -> str:

@@ -157,7 +157,7 @@ class Page:
             Section("bias", lambda: charts.bias(lines)),
             Section("safe", table=tables.safe(lines)),
             Section("contracts", table=tables.contracts(lines)),
-            Section("flags", table=tables.strip(builds), missing=no_flags),
+            Section("flags", table=tables.builds(builds), missing=no_flags),
         ]
 
     @cached_property

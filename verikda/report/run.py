@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from verikda.interrupts import held, processes
-from verikda.report.grid import Grid, Point, points
+from verikda.report.grid import Grid, Point, flag_points, points
 from verikda.targets import resolve
 from verikda.targets.base import Target
 
@@ -20,7 +19,6 @@ Work = tuple[tuple[str, ...], Item]
 CLAIMS = ("inverse", "exponentials", "anchors", "recompute")
 TIMED = "recompute"
 """The claim that is measured when no other process of this run is left, because it is timed."""
-FLAG_SERIES = "flags"
 
 
 def items(grid: Grid, names: Sequence[str], flags: bool) -> list[Work]:
@@ -34,8 +32,7 @@ def items(grid: Grid, names: Sequence[str], flags: bool) -> list[Work]:
     flags : whether the kernels are also built with other compiler flags, for a GPU.
     """
     todo = list(points(grid))
-    builds = [replace(p, series=FLAG_SERIES, keep=frozenset()) for p in todo if p.series == "regimes"] if flags else []
-    together: tuple[Item, ...] = (*builds, *CLAIMS)
+    together: tuple[Item, ...] = (*(flag_points(grid) if flags else ()), *CLAIMS)
     return [*(((name,), p) for p in todo for name in names), *((tuple(names), x) for x in together)]
 
 
@@ -85,13 +82,6 @@ def _targets(names: tuple[str, ...]) -> tuple[Target, ...]:
     return tuple(resolve(name) for name in names)
 
 
-@cache
-def _builds() -> tuple[Target, ...]:
-    from verikda.report.flags import flag_targets
-
-    return tuple(flag_targets())
-
-
 def lines_of(names: tuple[str, ...], item: Item) -> list[dict[str, Any]]:
     """The lines of one item: a point on every target, or a claim.
 
@@ -107,7 +97,11 @@ def lines_of(names: tuple[str, ...], item: Item) -> list[dict[str, Any]]:
 
     if item.series == "stages":
         return [stage_line(target, item) for target in _targets(names)]
-    return [measure(target, item) for target in (_builds() if item.series == FLAG_SERIES else _targets(names))]
+    if item.series == "flags":
+        from verikda.report.flags import flag_lines
+
+        return list(flag_lines(item))
+    return [measure(target, item) for target in _targets(names)]
 
 
 def _claim(name: str) -> Iterator[dict[str, Any]]:

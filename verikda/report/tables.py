@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oracles.problem import GRADIENTS, OUTPUTS
@@ -99,18 +99,48 @@ def strip(lines: Sequence[Line]) -> Table | None:
         for dtype in dtypes(mine):
             found = [x for x in mine if x["dtype"] == dtype]
             made = [x for x in found if "outputs" in x]
-            counts = {v: sum(x["verdict"] == v for x in found) for v in VERDICTS}
-            verdict = next((v for v in ("fail", "pass", "inconclusive", "refused") if counts[v]), "not run")
-            says = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
-            why = next((x["detail"] for x in found if x["verdict"] == verdict and x["detail"]), "")
-            rows.append((
-                Cell(target), Cell(dtype), Cell(verdict, f"v-{verdict.replace(' ', '-')}", why),
-                *(worst_cell(made, n) for n in names), Cell(says, "", why if not made else ""),
-            ))  # fmt: skip
+            verdict, cases = _verdict(found)
+            says = replace(cases, title="" if made else verdict.title)
+            rows.append((Cell(target), Cell(dtype), verdict, *(worst_cell(made, n) for n in names), says))
     return Table(("target", "dtype", "verdict", *names, "cases"), tuple(rows), 2) if rows else None
 
 
 VERDICTS = ("pass", "fail", "inconclusive", "refused", "not run")
+
+
+def _verdict(found: Sequence[Line]) -> tuple[Cell, Cell]:
+    """The verdict over some points with its first reason, and how many have which."""
+    counts = {v: sum(x["verdict"] == v for x in found) for v in VERDICTS}
+    verdict = next((v for v in ("fail", "pass", "inconclusive", "refused") if counts[v]), "not run")
+    why = next((x["detail"] for x in found if x["verdict"] == verdict and x["detail"]), "")
+    says = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
+    return Cell(verdict, f"v-{verdict.replace(' ', '-')}", why), Cell(says)
+
+
+def builds(lines: Sequence[Line]) -> Table | None:
+    """By build and dtype the worst ratio of any output, and of each output the largest share of changed values."""
+    names = [n for n in NAMES if any(n in x.get("changed", ()) for x in points(lines))]
+    rows = []
+    for target in targets(lines):
+        for dtype in dtypes(lines):
+            found = [x for x in lines if x["target"] == target and x["dtype"] == dtype]
+            shares = {
+                n: max((x["changed"][n] for x in points(found) if n in x["changed"]), default=None) for n in names
+            }
+            changed = (Cell("" if x is None else _percent(x)) for x in shares.values())
+            rows.append((Cell(target), Cell(dtype), *_verdict(found), _worst_of(points(found)), *changed))
+    return Table(("build", "dtype", "verdict", "cases", "worst ratio", *names), tuple(rows), 2) if rows else None
+
+
+def _worst_of(found: Sequence[Line]) -> Cell:
+    ratios = [(number(o["ratio"]), n) for x in found for n, o in x["outputs"].items()]
+    ratio, name = max((r for r in ratios if not math.isnan(r[0])), default=(math.nan, ""))
+    failed = any(x["verdict"] == "fail" for x in found)
+    return Cell(f"{show(ratio)} {name}".strip(), level(ratio, "fail" if failed else "pass"))
+
+
+def _percent(share: float) -> str:
+    return f"{float(f'{100 * share:.2g}'):g} %" if share else "0"
 
 
 def knob(line: Line, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""An output that another call of a check does not give is a failure, not one output less to judge."""
+"""What another call of a check does not give, or gives wrong, is a failure that says of which call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verikda.run_case import run_case
 from verikda.zoo.target import ZooTarget
 
 CASE = Case(lengths=(21,), K=4, V=3, h0="random", dht=True)
-WITHOUT_DK: dict[str, Callable[[Call], bool]] = {
+OTHER: dict[str, Callable[[Call], bool]] = {
     "chunk_sizes": lambda call: call.chunk_size == 32,
     "recompute": lambda call: not call.recompute,
     "v_first": lambda call: call.state_v_first,
@@ -28,23 +28,29 @@ WITHOUT_DK: dict[str, Callable[[Call], bool]] = {
 
 
 class Partial(ZooTarget):
-    """Healthy, but some calls give no dk."""
+    """Healthy, but some calls give dk times a factor, or no dk."""
 
-    def __init__(self, lacks: Callable[[Call], bool]) -> None:
+    def __init__(self, wrong: Callable[[Call], bool], factor: float | None) -> None:
         super().__init__()
-        self.lacks = lacks
+        self.wrong, self.factor = wrong, factor
 
     def run(self, call: Call) -> Result:
         result = super().run(call)
-        kept = {n: x for n, x in result.outputs.items() if n != "dk" or not self.lacks(call)}
-        return replace(result, outputs=kept)
+        if "dk" not in result.outputs or not self.wrong(call):
+            return result
+        changed = {} if self.factor is None else {"dk": self.factor * result.outputs["dk"]}
+        return replace(result, outputs={n: x for n, x in result.outputs.items() if n != "dk"} | changed)
 
 
-@pytest.mark.parametrize("check", WITHOUT_DK)
-def test_it_is_named(check: str) -> None:
+@pytest.mark.parametrize("factor", [None, 2.0])
+@pytest.mark.parametrize("check", OTHER)
+def test_it_is_named(check: str, factor: float | None) -> None:
     case = replace(CASE, gate_regime="bound", gate_magnitude=6.0) if check == "safe_gate" else CASE
-    (outcome,) = run_case(Partial(WITHOUT_DK[check]), case, named((check,))).outcomes
+    (outcome,) = run_case(Partial(OTHER[check], factor), case, named((check,))).outcomes
     assert [f.output for f in outcome.failures] == ["dk"]
-    assert "dk is missing" in outcome.failures[0].message
+    which, _, what = outcome.failures[0].message.partition(": ")
+    assert which
+    assert "dk" not in which
+    assert what.startswith("dk is missing" if factor is None else "dk[") or "elements differ" in what
     (outcome,) = run_case(ZooTarget(), case, named((check,))).outcomes
     assert outcome.verdict == "pass"
