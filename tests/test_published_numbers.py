@@ -14,8 +14,10 @@ import pytest
 from verikda.bench.workloads import Workload, workloads
 from verikda.false_alarm import recorded, table
 from verikda.finding import load_case
+from verikda.report.flags import FLAGS
 from verikda.report.lines import read_lines
 from verikda.report.page import Page
+from verikda.report.tables import builds
 from verikda.zoo.specimens import SPECIMENS
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +116,25 @@ def test_precision_table() -> None:
         assert f"| {' | '.join(row[:-1])} |\n" in readme
 
 
+def test_compiler_flags() -> None:
+    text = " ".join((ROOT / "reports/h200/README.md").read_text().split())
+    table = builds([x for x in read_lines(ROOT / "reports/h200/report.jsonl") if x.get("series") == "flags"])
+    assert table is not None
+    rows = {
+        (row[0].text, row[1].text): dict(zip(table.headers, (c.text for c in row), strict=True)) for row in table.rows
+    }
+    assert {row["verdict"] for row in rows.values()} == {"pass"}
+    assert {name for name, _ in rows} == {f"verikda, {label}" for label in FLAGS}
+    shipped, fast = rows["verikda, as shipped", "float32"], rows["verikda, fast math", "float32"]
+    before, after = (row["worst ratio"].split()[0] for row in (shipped, fast))
+    assert f"in float32, where the worst ratio grows from {before} to {after}." in text
+    unfused = rows["verikda, no fused multiply-add", "float32"]
+    assert f"Without fused multiply-add {unfused['dg']} of dg take other values" in text
+    divided = rows["verikda, fast division and root", "float32"]
+    for row, least in ((divided, 10), (fast, 80)):
+        assert all(float(row[n].removesuffix(" %")) > least for n in OUTPUTS)
+
+
 def test_findings() -> None:
     text = (ROOT / "reports/findings/README.md").read_text()
     for path in (ROOT / "reports/findings").glob("*.json"):
@@ -135,10 +156,17 @@ def test_findings() -> None:
     assert {target for target, *_ in ends} == {line["target"] for line in lines}
     for target, faults, counts in ends:
         of = [row for row in table if row.startswith(f"| {target} ") or row.startswith(f"| {target},")]
-        row = next(row for row in of if (f"of {faults}:" in row) == (faults != "142"))
+        row = next(row for row in of if (f"of {faults}:" in row) == (faults != "145"))
         words = row.rsplit("|", 2)[1]
         for count in counts.split(", "):
             assert count.replace("refused", "not told") in words, (target, count)
+    passed, unsure = (
+        int(re.search(rf"^pass  fla: 145 known faults: .*?(\d+) {word}", printed, re.MULTILINE)[1])
+        for word in ("pass", "inconclusive")
+    )
+    readme = (ROOT / "README.md").read_text()
+    told = f"without such rows {passed} of the {passed + unsure} known faults that it can be asked about do not show"
+    assert f"{told} and {unsure} cannot be told" in readme
 
 
 def test_random_searches() -> None:
