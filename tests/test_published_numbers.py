@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from html import unescape
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,6 +115,16 @@ def test_precision_table() -> None:
     for row in measured:
         assert f"| {' | '.join(row)} |\n" in report
         assert f"| {' | '.join(row[:-1])} |\n" in readme
+
+
+@pytest.mark.parametrize("place", ["cpu", "h200"])
+def test_the_pages_are_what_their_lines_give(place: str) -> None:
+    """The drawings of the HTML page depend on the version of matplotlib, its words and the Markdown do not."""
+    folder = ROOT / "reports" / place
+    page = Page.of(read_lines(folder / "report.jsonl"))
+    assert (folder / "report.md").read_text() == page.markdown()
+    words = unescape((folder / "report.html").read_text())
+    assert all(section.says in words for section in page.sections)
 
 
 def test_compiler_flags() -> None:
