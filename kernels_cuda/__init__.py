@@ -5,4 +5,5 @@ include/, host/     the primitives the kernels are written in, for the device an
 build, host_build   compilers; nvrtc, cache and sources serve them
 modules             one launch interface for both
 forward, backward   launch plans;  instances: every kernel they can ask for
+audit, ptx          what compiled kernels must not contain
 """

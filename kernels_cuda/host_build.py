@@ -117,7 +117,7 @@ def build(
 
     Parameters
     ----------
-    instances : name expressions as in C++, for example "prepare<bf16,64>".
+    instances : name expressions as in C++, for example "prepare<bf16,64,1,true>".
     source : the .cu file; by default the one of this package that defines the first instance.
     sanitize : None, or "address" (then the process must start with the sanitizer's library preloaded).
     defines : macros, for example "VK_UCONTEXT".

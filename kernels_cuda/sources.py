@@ -18,7 +18,7 @@ _KERNEL = re.compile(r"VK_KERNEL(?:_BOUNDS\s*\([^;{}]*?\))?\s+void\s+(\w+)\s*\("
 
 
 def base_name(instance: str) -> str:
-    """`prepare` of the name expression `prepare<bf16,64>` or `vk::prepare<vk::bf16,64>`.
+    """`prepare` of the name expression `prepare<bf16,64,1,true>` or `vk::prepare<vk::bf16,64,1,true>`.
 
     Raises
     ------
@@ -27,7 +27,7 @@ def base_name(instance: str) -> str:
     """
     match = re.fullmatch(r"(?:\w+::)*(\w+)(?:<.*>)?", instance.strip())
     if match is None:
-        raise ValueError(f"{instance!r} is no kernel name; write it as in C++, for example 'prepare<bf16,64>'")
+        raise ValueError(f"{instance!r} is no kernel name; write it as in C++, for example 'prepare<bf16,64,1,true>'")
     return match[1]
 
 

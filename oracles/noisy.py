@@ -1,4 +1,6 @@
-"""Stochastic operations that make the noise of float32 explicit, for contracts whose storage is float32."""
+"""Stochastic operations that make the noise of float32 explicit: for contracts whose storage is float32, and for
+every other before a failure is reported.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("transformers.models.kimi_linear", reason="needs transformers: pip install 'verikda[peers]'")
 pytest.importorskip("safetensors", reason="needs safetensors: pip install 'verikda[torch]'")
 
+from kernels_cuda.sources import source_hash
 from oracles.recurrence import forward_reverse
 from verikda import capture_example as example
 from verikda.capture_file import load_call
@@ -52,11 +53,35 @@ def test_one_step_is_trained_kept_and_judged(tmp_path: Path, monkeypatch: pytest
     assert "- transformers ran transformers.models.kimi_linear" in text
 
 
+def test_kept_calls_are_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(example, "TARGETS", ("transformers",))
+    monkeypatch.setattr(example, "CHECKED", example.CHECKED[:1])
+    before, section, _ = (STORED / "captured.md").read_text().partition(example.VERDICTS)
+    report = tmp_path / "r.md"
+    report.write_text(before + section + " of other kernels")
+    example.main(["--again", "--folder", str(STORED / "captured"), "--report", str(report)])
+    text = report.read_text()
+    assert text.startswith(before + section + "\n\nChecks: floor.\n")
+    assert "of other kernels" not in text
+    assert text.count(" | transformers | pass | o ") == 4
+    for arguments, says in (
+        (["--folder", str(tmp_path)], "the folder holds no captured call"),
+        (["--report", str(STORED / "transformers.md")], "the report has no section"),
+        (["--report", str(tmp_path / "none.md")], "No such file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            example.main(["--again", "--report", str(report), *arguments])
+        assert ended.value.code == 2
+        assert says in capsys.readouterr().err
+
+
 def test_the_stored_calls_are_small_whole_and_in_the_report() -> None:
     files = sorted((STORED / "captured").iterdir())
     assert len(files) == 4
     assert sum(path.stat().st_size for path in files) < 1_000_000
     text = (STORED / "captured.md").read_text()
+    advice = "python -m verikda.capture_example --again"
+    assert f"- verikda:host ran kernels_cuda {source_hash()}, " in text, f"of other kernels: {advice}"
     for path in files:
         call, _ = load_call(path)
         median = float(np.quantile(example.distribution(call)["beta"], 0.5))

@@ -1,4 +1,4 @@
-"""README.md and reports/h200/README.md say of speed and errors what reports/h200/bench.jsonl says."""
+"""README.md and the pages of reports/ say what their records say."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from verikda.bench.workloads import Workload, workloads
+from verikda.checks import CHECKS
 from verikda.false_alarm import recorded, table
 from verikda.finding import load_case
+from verikda.floor import LIMIT
 from verikda.report.flags import FLAGS
 from verikda.report.lines import read_lines
 from verikda.report.page import Page
@@ -144,6 +146,19 @@ def test_compiler_flags() -> None:
     divided = rows["verikda, fast division and root", "float32"]
     for row, least in ((divided, 10), (fast, 80)):
         assert all(float(row[n].removesuffix(" %")) > least for n in OUTPUTS)
+
+
+def test_transformers() -> None:
+    page = (ROOT / "reports/cpu/transformers.md").read_text()
+    (text,) = (ROOT / "reports/cpu/transformers.jsonl").read_text().splitlines()
+    line = json.loads(text)
+    assert set(line["settings"]["checks"]) == {check.name for check in CHECKS}, "of an earlier search: run it again"
+    for name, worst in line["worst"].items():
+        passes = worst["ratio"] <= LIMIT
+        fails = f"| **{name}** | **{worst['ratio']:.2g}** | **fail** ({line['verdicts']['fail']} of 250 cases) |"
+        assert (f"| {name} | {worst['ratio']:.2f} | pass |" if passes else fails) in page
+    assert sum(line["verdicts"].values()) == 250
+    assert f"It took {line['seconds']:.0f} s" in page
 
 
 def test_findings() -> None:

@@ -2,9 +2,10 @@
 
     python -m verikda.capture_example
 
-trains on the CPU (a few minutes), keeps the calls of one training step in float32 and in bfloat16, and writes
+trains on the CPU (seconds), keeps the calls of one training step in float32 and in bfloat16, and writes
 `reports/cpu/captured.md`: how gates, beta and keys are distributed before and after, and what `verikda replay` says of
-several targets on the kept calls.
+several targets on the kept calls. Another processor rounds otherwise, and training gives other calls there: `--again`
+judges those that are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from verikda.run_case import run_call, verdict_of
 from verikda.targets import TargetError, resolve
 from verikda.targets.transformers import MODULE, torch_path
 
-DESCRIPTION = """Train a small Kimi-Linear on the CPU (minutes), capture the calls of its delta rule in one training
+DESCRIPTION = """Train a small Kimi-Linear on the CPU (seconds), capture the calls of its delta rule in one training
 step, and report their gates, beta and keys, and what the checks say of several targets on them. Needs torch and
 transformers."""
 TOKENS, BATCH, STEPS = 128, 2, 40
@@ -39,6 +40,7 @@ NAME = "chunk_kimi_delta_attention"
 OPERATOR = f"{MODULE}:{NAME}"
 CHECKED = named(("floor", "prefix", "length", "split_anywhere", "repeat"))
 TARGETS = ("transformers", "emulator", "verikda:host")
+VERDICTS = "## Verdicts on the trained model's calls"
 
 
 def text() -> bytes:
@@ -183,7 +185,7 @@ def report(losses: Sequence[float], before: Sequence[Path], after: Sequence[Path
     """The whole report as Markdown."""
     named = [(path.stem, load_call(path)[0]) for path in (*before, *after)]
     known = ", ".join(f"{n} {v}" for n, v in versions().items() if n in ("python", "torch", "transformers", "numpy"))
-    return "\n".join(
+    text = "\n".join(
         [
             "# Calls of a trained model", "",
             f"`python -m verikda.capture_example` with {known}: a Kimi-Linear of 3 layers (2 of the delta rule, 2 "
@@ -193,11 +195,27 @@ def report(losses: Sequence[float], before: Sequence[Path], after: Sequence[Path
             "judges any target on them.", "",
             "## Gates, beta and keys", "",
             words([call for _, call in named[len(before) :]]), "",
-            *distribution_rows(named), "",
-            "## Verdicts on the trained model's calls", "", f"Checks: {', '.join(c.name for c in CHECKED)}.", "",
-            *verdict_rows(after), "",
+            *distribution_rows(named), "", VERDICTS,
         ]
     )  # fmt: skip
+    return judged_again(text, after)
+
+
+def judged_again(text: str, files: Sequence[Path]) -> str:
+    """A report with its verdicts made anew.
+
+    Raises
+    ------
+    ValueError
+        When the text has no section for them, or there is no file.
+    """
+    before, section, _ = text.partition(VERDICTS)
+    if not section:
+        raise ValueError(f"the report has no section {VERDICTS!r}; leave out --again to train and write it whole")
+    if not files:
+        raise ValueError("the folder holds no captured call; leave out --again to train and keep some")
+    checks = f"Checks: {', '.join(c.name for c in CHECKED)}."
+    return "\n".join([before + section, "", checks, "", *verdict_rows(files), ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -214,8 +232,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--report", type=Path, default=Path("reports/cpu/captured.md"), help="Markdown file that is written"
     )
+    parser.add_argument("--again", action="store_true", help="train nothing: judge the calls in the folder again")
     args = parser.parse_args(arguments)
     started = time.perf_counter()
+    if args.again:
+        try:
+            text = judged_again(args.report.read_text(encoding="utf-8"), sorted(args.folder.glob("*.safetensors")))
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        args.report.write_text(text, encoding="utf-8")
+        return
     net = model()
     shutil.rmtree(args.folder, ignore_errors=True)
     # where fla is installed the decorated function would hand tensors of the CPU to Triton

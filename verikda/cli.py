@@ -203,7 +203,8 @@ def capture(folder: Path, script: Path, arguments: tuple[str, ...], functions: t
     "--where",
     type=click.Choice(("python", "boundary", "cuda")),
     multiple=True,
-    help="Only faults planted there; repeatable. Left out: all but cuda, whose kernels are compiled one by one.",
+    help="With --kill-matrix or --list, only faults planted there; repeatable. Left out, the kill matrix takes all but "
+    "cuda, whose kernels are compiled one by one.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Seeds of the kill matrix.")
 @click.option(
@@ -245,9 +246,12 @@ def zoo(
     from verikda.zoo.command import list_command, zoo_command
 
     if listed:
-        if (target, kill_matrix, compare, seeds, jobs, json_path, report) != (None, False, False, 1, 1, None, None):
+        rest = (target, kill_matrix, compare, seeds, jobs, json_path, report, findings)
+        if rest != (None, False, False, 1, 1, None, None, DEFAULT_FINDINGS):
             raise ValueError("--list runs nothing and goes with --fault and --where only; leave out the rest")
         return list_command(faults, where)
+    if (kill_matrix or compare) and findings != DEFAULT_FINDINGS:
+        raise ValueError("--findings is of a TARGET; --kill-matrix and --compare run none and write no finding")
     return zoo_command(target, kill_matrix, compare, faults, where, seeds, jobs, json_path, report, findings)
 
 
@@ -293,7 +297,7 @@ def targets() -> int:
 @main.command()
 @clear_errors
 def doctor() -> int:
-    """Show what this machine has: packages, compilers, GPU, cache, and what each command needs."""
+    """Show what this machine has: packages, compilers, GPU, cache, and what each of them is for."""
     from verikda.doctor import doctor_command
 
     return doctor_command()

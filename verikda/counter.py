@@ -41,11 +41,6 @@ def stream_key(seed: int, name: str) -> int:
     return key
 
 
-def sequence(key: int, index: Bits) -> Bits:
-    """Element index + 1 of the SplitMix64 sequence seeded with `key`, for every index."""
-    return _output(_steps(index) + np.uint64(key))
-
-
 def _steps(index: Bits) -> Bits:
     return (index + np.uint64(1)) * np.uint64(GOLDEN)  # modulo 2**64, as it should be
 

@@ -127,7 +127,10 @@ def recorded(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def main(words: list[str] | None = None) -> int:
     """Command line; exit status 0 without a failure, 1 with one, 2 if a process crashed or no share ended."""
-    parser = argparse.ArgumentParser(description="Healthy implementations judged on random cases: limit 4, no failure.")
+    parser = argparse.ArgumentParser(
+        prog="python -m verikda.false_alarm",
+        description="Healthy implementations judged on random cases: limit 4, no failure.",
+    )
     parser.add_argument("--target", default="emulator", help="emulator, zoo, or any target that is known to be healthy")
     parser.add_argument("--contract", help="judge it under this contract instead of the one it declares")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the inputs")

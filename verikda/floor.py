@@ -2,7 +2,7 @@
 
 The emulator runs the contract's algorithm a few times with stochastic rounding. For a block of an output
 
-    noise = mean over runs of sum (run - truth)^2  +  sum of the output dtype's own rounding
+    noise = mean over runs of sum (run - truth)^2, or a quarter of the largest  +  the output dtype's own rounding
     ratio = sqrt(sum (result - truth)^2 / noise)
 
 and the output's ratio is that of its worst block. 1 is a perfect implementation; rounding to nearest has half

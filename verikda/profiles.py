@@ -18,7 +18,6 @@ class Profile:
     coherent : how many cases more the fixed start has in which one rounding is the whole error.
     brink : how many more in float16 whose largest number is just below 65504.
     turns : checks per case beside those that cost no further call.
-    purpose : one line.
     """
 
     cases: int
@@ -28,15 +27,14 @@ class Profile:
     coherent: int
     brink: int
     turns: int
-    purpose: str
 
 
 PROFILES = {
-    "dev": Profile(60, 40, False, 2, 0, 0, 2, "a look while developing"),
-    "ci": Profile(250, 100, True, 8, 40, 8, 2, "the same cases in every run: red means that the change did it"),
-    "gpu": Profile(1000, 200, True, 16, 80, 16, 3, "a machine with a GPU"),
-    "nightly": Profile(10_000, 400, True, 32, 160, 32, 3, "many new cases"),
-    "hunt": Profile(
-        2_000, 200, True, 16, 80, 16, 1, "the worst case: enough for Hypothesis to climb (below 1000 it has one pass)"
-    ),
+    "dev": Profile(60, 40, False, 2, 0, 0, 2),
+    # the same cases in every run: red means that the change did it
+    "ci": Profile(250, 100, True, 8, 40, 8, 2),
+    "gpu": Profile(1000, 200, True, 16, 80, 16, 3),
+    "nightly": Profile(10_000, 400, True, 32, 160, 32, 3),
+    # the worst case: enough for Hypothesis to climb (below 1000 it has one pass)
+    "hunt": Profile(2_000, 200, True, 16, 80, 16, 1),
 }

@@ -419,8 +419,3 @@ def model_dt_bias(seed: int, heads: int, channels: int) -> Array:
     return exact.softplus_inverse(
         exact.exp(np.asarray(-6.907755278982137 + 4.605170185988092 * u))
     )  # ln 0.001 + u ln 100
-
-
-def table() -> list[tuple[str, str, str, str, bool]]:
-    """Rows (field of `Case`, regime, what it draws, public faults it is for, stable) for reports."""
-    return [(field, r.name, r.text, ", ".join(r.faults), r.stable) for field, rs in KINDS.items() for r in rs.values()]

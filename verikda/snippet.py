@@ -135,8 +135,9 @@ def _place(name: str, function: Callable[..., Any]) -> tuple[str, str]:
         # what the name stands for may be a target that holds the function
         with suppress(AttributeError):
             found: Any = functools.reduce(getattr, attribute.split("."), sys.modules.get(module))
-            if found == function:
-                return module, attribute
+            while found != function:  # a target may run what a decorator wraps
+                found, attribute = found.__wrapped__, f"{attribute}.__wrapped__"
+            return module, attribute
     raise TargetError(f"a standalone script cannot import the function of {name}; replay the file instead")
 
 

@@ -1,8 +1,7 @@
 """Hypothesis strategies for cases, and cases in words.
 
-Only knobs and one seed are drawn, never elements of arrays: a search over knobs finds planted faults
-in about a hundred cases where a search over elements needs four hundred or never gets there. Every case
-is valid by construction. In your own tests::
+Only knobs and one seed are drawn, never elements of arrays: regimes of values reach what a search over elements
+rarely does. Every case is valid by construction. In your own tests::
 
     from hypothesis import given, settings
     from verikda.strategies import cases

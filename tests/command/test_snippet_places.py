@@ -27,6 +27,12 @@ class Kernel:
         return chunk_kda(q, k, v, g, beta, scale, initial_state, output_final_state)
     method = __call__
 instance = Kernel()
+def plain(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False):
+    return chunk_kda(q, k, v, g, beta, scale, initial_state, output_final_state)
+undecorated = TorchFunction(plain, "undecorated", device="cpu")
+@functools.wraps(plain)
+def plain(*args, **kwargs):
+    raise AssertionError("what a decorator puts in its place was not checked")
 ready = TorchFunction(chunk_kda, "ready", device="cpu")
 hidden = TorchFunction(functools.partial(chunk_kda), "hidden", device="cpu")
 """
@@ -51,7 +57,9 @@ def write(name: str, path: Path) -> None:
     write_snippet(path, target, make_call(Case(lengths=(3,))), name)
 
 
-@pytest.mark.parametrize("name", [*REGISTERED, "places_kda:instance.method", "places_kda:part", "places_kda:ready"])
+@pytest.mark.parametrize(
+    "name", [*REGISTERED, "places_kda:instance.method", "places_kda:part", "places_kda:ready", "places_kda:undecorated"]
+)
 def test_a_script_imports_what_was_checked(name: str, tmp_path: Path) -> None:
     write(name, tmp_path / "script.py")
     run = subprocess.run(

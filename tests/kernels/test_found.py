@@ -1,4 +1,4 @@
-"""Every case that a random search of these kernels ever failed on, shrunk, through all checks: `found/*.json`.
+"""What random searches of these kernels failed on, one case for each new kind, through all checks: `found/*.json`.
 
 What they were, with the mutation that plants each again:
 

@@ -1,4 +1,6 @@
-"""What is known of one target on one workload: errors, verdict, times. Only what is right is timed."""
+"""What is known of one target on one workload: errors, verdict, times. Only what is right is timed,
+and with --also-wrong the rest too.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ class Row:
     errors : relative L2 against float64 by output, on the build and at the shape that are timed.
     floor_verdict : of `verikda.floor` on a small call of the same rule and gates.
     floor_ratio : worst error over noise floor there.
-    reason : why nothing was timed; empty where it was.
+    reason : why nothing was timed, or what is wrong with what was (--also-wrong); empty where nothing is.
     times : by mode.
     """
 

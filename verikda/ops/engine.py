@@ -18,7 +18,6 @@ FLOAT_PARAMETERS = ("A_log", "dt_bias")
 
 _RESULTS = {"dq": "q", "dk": "k", "dv": "v", "dg": "g", "dbeta": "beta", "dh0": "h0", "dA_log": "A_log",
             "ddt_bias": "dt_bias"}  # fmt: skip
-GRADIENTS = tuple(_RESULTS)
 
 
 @cache
@@ -142,7 +141,7 @@ def backward(
 
     Returns
     -------
-    arrays by name: `GRADIENTS` as far as their arguments are given, in their shapes and dtypes, and what `keep` names.
+    arrays by name: those of `_RESULTS` whose arguments are given, in their shapes and dtypes, and what `keep` names.
     """
     call, arrays = ready.call, ready.call.arrays
     memory = _Memory(arrays)

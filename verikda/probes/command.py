@@ -199,7 +199,7 @@ def _drift(run: _Run) -> None:
 
 
 def _pool(run: _Run) -> None:
-    run.out.print(f"pool: {EXAMPLES} pools of states, up to {STEPS} steps each", markup=False)
+    run.out.print(f"pool: at least {EXAMPLES} pools of states, up to {STEPS} steps each", markup=False)
     if not run.target.capabilities.initial_state:
         run.out.print("not run: the target takes no initial state", markup=False)
         run.record.write({"kind": "pool", "verdict": "inconclusive", "counts": {}, "steps": []})

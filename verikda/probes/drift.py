@@ -32,7 +32,8 @@ WINDOWS = 16
 GROWS = 2.0
 """Growth of the ratio over the whole sequence that is called growth; windows of a healthy target scatter less."""
 _RUNS = 16
-"""Stochastic runs of the first estimate. 64 follow where a window is above half the limit."""
+"""Stochastic runs of the first estimate. 64 follow where a window is above half the limit, 1,024 where its noise is
+owed to few of them."""
 
 
 @dataclass(frozen=True)

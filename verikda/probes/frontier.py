@@ -1,6 +1,6 @@
 """The overflow frontier: the largest gate that a target survives, by bisection.
 
-Decays between two rows are exp(Gamma_i - Gamma_j) <= 1 (equations.md, "Chunked forward"), but an implementation that
+Decays between two rows are exp(Gamma_i - Gamma_j) <= 1 (oracles/EQUATIONS.md), but an implementation that
 forms them as exp(Gamma_i - Gamma_a) exp(Gamma_a - Gamma_j) through an anchor row a overflows as soon as the gates
 between j and a sum to ln(largest number). With m nats per token that happens at m = ln(largest) / (rows between).
 A healthy target has no frontier: every stable call is finite and within the floor, hard resets included.

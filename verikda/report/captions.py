@@ -55,8 +55,8 @@ CAPTIONS: dict[str, tuple[str, str]] = {
     ),
     "flags": (
         "Compiler flags",
-        "verikda's kernels built with other flags, on the same cases: the worst ratio of any output, and of each "
-        "output the largest share of values in one case that are others than the shipped build's. Some cases divide "
-        "and take roots, some give subnormal gradients.",
+        "verikda's kernels built with other flags, on cases of their own: the worst ratio of any output, and of each "
+        "output the largest share of values in one case that are others than the shipped build's. One case divides "
+        "and takes roots, one gives subnormal gradients.",
     ),
 }

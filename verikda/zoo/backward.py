@@ -1,4 +1,4 @@
-"""The chunked backward pass, by the formulas of equations.md, "Chunked backward"."""
+"""The chunked backward pass, by the formulas of oracles/EQUATIONS.md."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def zoo_command(
     if (kill or compare) and target is not None:
         raise ValueError(f"no target is run with --kill-matrix or --compare; leave out {target}")
     if not kill and (seeds, where) != (1, ()):
-        raise ValueError("--seeds and --where belong to --kill-matrix")
+        raise ValueError("--seeds belongs to --kill-matrix, --where to --kill-matrix and --list")
     if compare and jobs != 1:
         raise ValueError("--compare runs in one process; leave out --jobs")
     if kill or compare:

@@ -1,4 +1,4 @@
-"""The chunked forward pass, by the formulas of equations.md, "Chunked forward".
+"""The chunked forward pass, by the formulas of oracles/EQUATIONS.md.
 
 Arrays of one chunk are head first, [HV,C,...], always padded to C rows with zeros: every product
 then has the same shape for every length, so a row's bits do not depend on the tokens behind it.
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass(eq=False)
 class Chunk:
-    """One chunk of one sequence, all value heads; names as in equations.md.
+    """One chunk of one sequence, all value heads; names as in oracles/EQUATIONS.md.
 
     Shapes: Q (scaled), K, W, Kg, Qg [HV,C,K]; V, U, Vnew [HV,C,V]; beta [HV,C]; Aqk, L, A [HV,C,C];
     S [HV,K,V] is the state before the chunk. `span` is the sequence, `start` the first token.

@@ -1,6 +1,6 @@
 """What an operator does to q, k, g and beta before the recurrence, with gradients.
 
-Formulas (equations.md, "Gates"): q, k <- x / sqrt(sum x^2 + 1e-6);
+Formulas (oracles/EQUATIONS.md): q, k <- x / sqrt(sum x^2 + 1e-6);
 g = -exp(A_log) softplus(x + dt_bias)  or  g = lower_bound sigmoid(exp(A_log) (x + dt_bias));
 beta <- sigmoid(x) or 2 sigmoid(x).
 """

@@ -34,8 +34,7 @@ class ZooTarget(NumpyFunction):
         @wraps(chunk_kda)
         def function(**arguments: Any) -> dict[str, npt.NDArray[Any]]:
             storage = arguments["q"].dtype.name if storage16 else None
-            with np.errstate(all="ignore"):  # it overflows where float32 and float16 do, as kernels do, without a word
-                return chunk_kda(**arguments, storage=storage, fault=fault)
+            return chunk_kda(**arguments, storage=storage, fault=fault)
 
         # One (sequence, head, chunk) at a time, on arrays of its own: no sum there depends on another shape.
         # g may be None: the signature alone cannot tell.
