@@ -189,7 +189,10 @@ def test_a_process_that_ends_leaves_what_was_told_and_is_no_pass(in_a_folder: No
         (["--fault", "DQ_OF"], "the zoo has no fault 'DQ_OF'; did you mean DQ_OFF"),
         (["zoo", "--kill-matrix"], "no target is run with --kill-matrix"),
         (["--kill-matrix", "--compare"], "are two runs"),
-        (["zoo", "--seeds", "3"], "belong to --kill-matrix"),
+        (["zoo", "--seeds", "3"], "--seeds belongs to --kill-matrix"),
+        (["--kill-matrix", "--findings", "x"], "--findings is of a TARGET"),
+        (["--compare", "--findings", "x"], "--findings is of a TARGET"),
+        (["--list", "--findings", "x"], "--list runs nothing"),
         (["zoo", "--json", "x.jsonl"], "belong to --kill-matrix and --compare"),
     ],
 )
