@@ -248,6 +248,12 @@ TABLE: list[tuple[str, Try, type[Exception] | int, str]] = [
         UNUSABLE,
         "no JSON Lines of verikda; name",
     ),
+    (
+        "record: a case",
+        lines('{"schema": 1, "lengths": [5]}\n', "check", "zoo", "--json", "{d}/lines"),
+        UNUSABLE,
+        "no JSON Lines of verikda; name",
+    ),
     ("summary of others", lines("<html>", "check", "zoo", "--summary", "{d}/lines"), UNUSABLE, "holds b'<html>'"),
     (
         "no field",

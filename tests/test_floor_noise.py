@@ -21,6 +21,7 @@ from verikda.case import Case
 from verikda.floor import judge
 from verikda.inputs import make_call
 from verikda.noise import output_noise
+from verikda.zoo.target import ZooTarget
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -245,3 +246,27 @@ def test_output_noise() -> None:
     np.testing.assert_allclose(output_noise(x, "float16"), np.array([0, 1, 1, 16]) * 2.0**-20 / 12)
     np.testing.assert_allclose(output_noise(x, "bfloat16"), np.array([0, 1, 1, 16]) * 2.0**-14 / 12)
     np.testing.assert_allclose(output_noise(x, "float32"), x**2 * 2.0**-48)
+
+
+def test_what_subnormal_terms_leave_where_they_cancel_is_no_error() -> None:
+    """A state that one token has decayed to 1e-42, beta 1 and a key along q: dg is 0, of terms that round apart."""
+    pack = (1, 2, 1, 3, 1, 1, 2, 3) * 4
+    case = Case(
+        lengths=pack, packed=True, tail_padding=1, heads=3, K=32, V=3, beta_dtype="same", chunk_size=16,
+        gate_regime="last_row_strong", key_regime="orthogonal", query_regime="keys", beta_regime="one",
+        value_regime="one_large_row", do_regime="decades", gate_magnitude=6.0, do_exponent=-10, h0="large",
+        gate_in_kernel=True, A_log=True, dt_bias=True, beta_sigmoid=True, allow_neg_eigval=True, recompute=False,
+        final_state=False, layout="strided", seed=470730930,
+    )  # fmt: skip
+    target = ZooTarget()
+    call = make_call(case)
+    truth, result = forward_reverse(call.problem), target.run(call)
+    at = (0, 7, 0, 0)
+    assert (truth["dg"][at], result.outputs["dg"][at]) == (0.0, -(2.0**-148))
+    said = judge(result.outputs, result.dtypes, call.problem, target.contract(call), truth=truth)
+    assert said.verdict == "pass"
+    planted = result.outputs["dg"].copy()
+    planted[at] = 2.0**-142
+    outputs = result.outputs | {"dg": planted}
+    said = judge(outputs, result.dtypes, call.problem, target.contract(call), truth=truth)
+    assert said.outputs["dg"].message == "dg[0, 7, 0, 0] = 1.79366203e-43, float64 says 0: must be exact"

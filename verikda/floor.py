@@ -203,6 +203,10 @@ def _misshapen(name: str, actual: Array, truth: Array, dtype: str) -> Judged:
     return Judged(name, "fail", None, dtype=dtype, message=message)
 
 
+UNDERFLOW = 2.0**-143
+"""Error of a block that is none: 64 of float32's smallest numbers, which terms that cancel there may leave."""
+
+
 class _Error:
     """Error of one output, summed over blocks once; judged against noise that may be refined."""
 
@@ -254,7 +258,7 @@ class _Error:
         """Error over noise of each block; 0 where the contract itself overflows."""
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = np.sqrt(self.squared / noise)
-        return np.where((self.squared == 0) | ~np.isfinite(noise), 0.0, ratios)
+        return np.where((self.squared <= UNDERFLOW**2) | ~np.isfinite(noise), 0.0, ratios)
 
     def _found(
         self, at: tuple[np.intp, ...], ratio: float, noise: Array, verdict: Verdict, what: str, limit: float

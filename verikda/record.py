@@ -110,7 +110,8 @@ def _check_place(said: str, path: Path) -> None:
             raise ValueError(f"{said} cannot be written, because {why}; name another place") from None
 
 
-_START = re.compile(rb'\s*\{\s*"schema"')
+_START = re.compile(rb'\{"schema": \d+, "kind": ')
+"""Cases and findings have no kind."""
 
 
 def _mend(path: Path) -> None:
@@ -122,7 +123,7 @@ def _mend(path: Path) -> None:
         When the file holds something else than lines of verikda.
     """
     data = path.read_bytes()
-    if data and not _START.match(data) and not b'{"schema"'.startswith(data):
+    if data and not _START.match(data) and not b'{"schema": 1, "kind": '.startswith(data):
         raise ValueError(f"{path} holds {data[:20]!r}..., no JSON Lines of verikda; name another file")
     whole = data.rfind(b"\n") + 1
     if whole == len(data):

@@ -20,7 +20,7 @@ from oracles.contract import Contract
 from oracles.problem import Array, Problem
 from oracles.recurrence import forward, forward_reverse, growth, is_stable
 from verikda.call import Call, Crashed, Malformed, Refused
-from verikda.floor import GROWTH_LIMIT, LIMIT
+from verikda.floor import GROWTH_LIMIT, LIMIT, UNDERFLOW
 from verikda.noise import Floor, OutputNoise
 from verikda.targets.base import Target, TargetError
 
@@ -80,7 +80,7 @@ for name, (want, labels, noise, weight) in expected.items():
     squares = np.bincount(labels.astype(int).ravel(), squares.ravel(), minlength=len(noise))
     ratios = np.zeros(len(noise))
     with np.errstate(divide="ignore"):  # a block without noise must be exact
-        np.divide(squares, noise, out=ratios, where=squares > 0)
+        np.divide(squares, noise, out=ratios, where=squares > {underflow!r})
     block, ratio = int(ratios.argmax()), ratios.max() ** 0.5
     inside = (labels == block).reshape(labels.shape + (1,) * (want.ndim - labels.ndim))
     at = np.unravel_index(np.where(inside, np.abs(error), -1.0).argmax(), want.shape)
@@ -204,6 +204,7 @@ def write_snippet(path: Path, target: Target, call: Call, name: str) -> None:
             keywords=", ".join(f"{k}={v!r}" for k, v in keywords.items()),
             names=inverse,
             limit=LIMIT,
+            underflow=UNDERFLOW**2,
             contract=contract.name,
             ran=f"{name}: {ran}" if ran else name,
         ),

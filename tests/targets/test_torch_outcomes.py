@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import os
+from pathlib import Path
+
 import calls
+import numpy as np
 import pytest
 
 from verikda.call import ContextLost, Crashed, Malformed, Refused
@@ -29,7 +35,9 @@ def test_malformed_answers():
     answers(lambda o, ht: (o[:, :-1], ht), r"o has shape \[2, 4, 2, 4\]; expected \[2, 5, 2, 4\]")
     answers(lambda o, ht: (o, ht.mT), r"final_state has shape \[2, 2, 4, 3\]; expected \[2, 2, 3, 4\]")
     answers(lambda o, ht: (o.double(), ht), "o has dtype float64; expected float32")
-    answers(lambda o, ht: (o, ht.long()), "final_state has dtype int64; expected a floating dtype")
+    answers(
+        lambda o, ht: (o, ht.long()), "final_state has dtype int64; expected one of float16, bfloat16, float32, float64"
+    )
     answers(lambda o, ht: o, "returned no final_state although output_final_state=True")
     answers(lambda o, ht: (o.tolist(), ht), "o is a list; expected a tensor")
     answers(lambda o, ht: (), "empty tuple")
@@ -140,6 +148,8 @@ def test_refusals_carry_their_text(error):
         RuntimeError("unsupported operation: more than one element of the written-to tensor refers to one location"),
         torch.OutOfMemoryError("not supported"),
         SystemExit(0),
+        asyncio.CancelledError("stream closed"),
+        GeneratorExit("closed"),
     ],
 )
 def test_other_errors_are_crashes(error):
@@ -148,6 +158,44 @@ def test_other_errors_are_crashes(error):
         t.run(call)
     assert str(caught.value) == f"{type(error).__name__}: {error}"
     assert caught.value.__cause__ is error
+
+
+def test_the_users_ctrl_c_is_no_crash():
+    t, call = raising(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        t.run(call)
+
+
+@pytest.mark.parametrize("text", ["q must be contiguous", "Input tensor must be contiguous, got strides (3, 1)"])
+def test_a_layout_that_an_extension_declines_is_refused(text):
+    t, call = raising(RuntimeError(text))
+    with pytest.raises(Refused, match="must be contiguous"):
+        t.run(call)
+
+
+def test_a_state_in_float64_is_judged_as_float32():
+    def double(**arguments):
+        o, ht = toy_kda.chunk_kda(**arguments)
+        return o, ht.double()
+
+    double.__signature__ = inspect.signature(toy_kda.chunk_kda)
+    result = TorchFunction(double, "double", device="cpu").run(calls.make(shape=(1, 3, 1, 1, 2, 2)))
+    assert result.dtypes["ht"] == "float32"
+
+
+def test_the_folder_and_numpys_errors_are_as_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def rude(**arguments):
+        os.chdir("/")
+        np.seterr(all="raise")
+        return toy_kda.chunk_kda(**arguments)
+
+    rude.__signature__ = inspect.signature(toy_kda.chunk_kda)
+    before = np.geterr()
+    TorchFunction(rude, "rude", device="cpu").run(calls.make(shape=(1, 3, 1, 1, 2, 2)))
+    assert Path.cwd() == tmp_path
+    assert np.geterr() == before
 
 
 def no_answer(device):

@@ -16,7 +16,8 @@ must not fail, and an IndexError or a shape mismatch deep inside is a fault."""
 
 UNSUPPORTED = re.compile(
     r"\bunsupported\b(?! operation: more than one element)|\bnot (?:yet |currently )?(?:supported|implemented)"
-    r"|\bonly supports?\b|(?:does|do)(?: not|n't) support|\bcompiled with non-empty donated buffers\b",
+    r"|\bmust be contiguous\b|\bonly supports?\b|(?:does|do)(?: not|n't) support"
+    r"|\bcompiled with non-empty donated buffers\b",
     re.IGNORECASE,
 )
 """A plain RuntimeError with such a text is a refusal too: it is what C++ extensions raise. The exception is torch's
@@ -55,11 +56,20 @@ def context_ended(synchronize: Callable[[], Any]) -> bool:
     return False
 
 
+STATES = ("float16", "bfloat16", "float32", "float64")
+"""Dtypes that a returned state may have."""
+
+
+def judged_as(dtype: str) -> str:
+    """The dtype as which an array is judged: float64 as float32, which the public signature has."""
+    return "float32" if dtype == "float64" else dtype
+
+
 def check_array(name: str, shape: tuple[int, ...], dtype: str, call: Call) -> None:
     """Check one returned array against what the public signature promises.
 
     o must have the dtype of q; gradients that of their input, which autograd enforces and others must keep.
-    The states (ht, dh0) may have any floating dtype: the public one is float32, and what it is gets recorded.
+    The states (ht, dh0) may have any dtype of `STATES`: the public one is float32, and what it is gets recorded.
 
     Raises
     ------
@@ -72,8 +82,8 @@ def check_array(name: str, shape: tuple[int, ...], dtype: str, call: Call) -> No
         raise Malformed(f"returned {label}, which this call has no input for")
     if shape != expected:
         raise Malformed(f"{label} has shape {list(shape)}; expected {list(expected)}")
-    if not dtype.startswith(("float", "bfloat")):
-        raise Malformed(f"{label} has dtype {dtype}; expected a floating dtype")
+    if dtype not in STATES:
+        raise Malformed(f"{label} has dtype {dtype}; expected one of {', '.join(STATES)}")
     promised = call.dtypes["q" if name == "o" else name.removeprefix("d")] if name not in ("ht", "dh0") else dtype
     if dtype != promised:
         raise Malformed(f"{label} has dtype {dtype}; expected {promised}")

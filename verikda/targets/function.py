@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from oracles.contract import Contract
 from verikda.call import Call, Capabilities, ContextLost
@@ -11,6 +15,17 @@ from verikda.targets import signature as sig
 from verikda.targets.answer import context_ended, sort_error
 from verikda.targets.base import TargetError, told
 from verikda.targets.contracts import DEFAULT, Declared, check_declared, contract_of
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """A target that changes the folder, or what NumPy does about overflow, does not change verikda's."""
+    folder = os.getcwd()
+    try:
+        with np.errstate():
+            yield
+    finally:
+        os.chdir(folder)
 
 
 class FunctionTarget:
@@ -98,10 +113,13 @@ class FunctionTarget:
             When the device answers no more after the call, whatever the call raised.
         """
         try:
-            value = call()
+            with _process_as_it_was():
+                value = call()
             self.synchronize()  # kernels run later; an error of theirs belongs to this call
             return value
-        except (Exception, SystemExit) as error:  # sys.exit in a target must not end a search as if it had passed
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit in a target must not end a search as if it had passed
             if context_ended(self.synchronize):
                 raise ContextLost(f"{where}{told(error)}") from error
             raise sort_error(error, where) from error

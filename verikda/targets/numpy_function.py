@@ -16,7 +16,7 @@ import numpy as np
 from oracles.problem import Array
 from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
-from verikda.targets.answer import check_array
+from verikda.targets.answer import check_array, judged_as
 from verikda.targets.base import TargetError, refuse_graph
 from verikda.targets.contracts import Declared
 from verikda.targets.function import FunctionTarget
@@ -83,7 +83,7 @@ class NumpyFunction(FunctionTarget):
         changed = [text for name, block in blocks.items() for text in block.changes(buffers[name])]
         return Result(
             outputs={n: sig.normal_form(n, _float64(a), call) for n, a in found.items()},
-            dtypes={n: a.dtype.name for n, a in found.items()},
+            dtypes={n: judged_as(a.dtype.name) for n, a in found.items()},
             changed=tuple(changed),
             ran=f"{describe(self.function)} on cpu",
             layouts={n: b.layout for n, b in blocks.items()},

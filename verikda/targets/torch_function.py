@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from verikda.call import Call, Capabilities, Malformed, Result
 from verikda.targets import signature as sig
-from verikda.targets.answer import check_array
+from verikda.targets.answer import check_array, judged_as
 from verikda.targets.base import TargetError
 from verikda.targets.contracts import Declared
 from verikda.targets.fresh_memory import poisoned
@@ -96,7 +96,7 @@ class TorchFunction(FunctionTarget):
             changed += block.changes(to_numpy(buffers[name], block))
         return Result(
             outputs={n: sig.normal_form(n, float64(t), call) for n, t in found.items()},
-            dtypes={n: dtype_name(t) for n, t in found.items()},
+            dtypes={n: judged_as(dtype_name(t)) for n, t in found.items()},
             changed=tuple(changed),
             ran=f"{describe(self.function)}, torch {torch.__version__} on {device_name(device)}",
             layouts={n: b.layout for n, b in blocks.items()},
