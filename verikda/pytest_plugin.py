@@ -10,7 +10,7 @@ target by named checks; fails the test with the finding's message).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,27 +200,32 @@ def verikda_target(request: pytest.FixtureRequest) -> Target:
 def verikda_check() -> Callable[..., None]:
     """`verikda_check(target, case, checks=None)`: run a case through checks; a failure fails the test.
 
-    `target` is a name or a Target, `checks` a sequence of names (all of them when None). An inconclusive or refused
-    case fails too: a test that cannot tell is no test. Within Hypothesis' `given` such a case is rejected instead, so
-    it counts for nothing, and Hypothesis fails the test when it finds no others; its statistics say why.
+    `target` is a name, a Target or a function, `checks` a name or a sequence of names (all of them when None). An
+    inconclusive or refused case fails too: a test that cannot tell is no test. Within Hypothesis' `given` such a case
+    is rejected instead, so it counts for nothing, and Hypothesis fails the test when it finds no others; its
+    statistics say why.
     """
 
-    def run(target: Target | str, case: Case, checks: tuple[str, ...] | None = None) -> None:
+    def run(target: Target | Callable[..., Any] | str, case: Case, checks: str | Sequence[str] | None = None) -> None:
         import hypothesis
 
         from verikda.checks import CHECKS, named
         from verikda.finding import message
         from verikda.run_case import run_case
-        from verikda.targets import resolve
+        from verikda.targets import as_target, resolve
 
-        chosen = resolve(target) if isinstance(target, str) else target
+        name = getattr(target, "__qualname__", type(target).__name__)
+        chosen = resolve(target) if isinstance(target, str) else as_target(target, name)
+        if checks is not None:
+            checks = (checks,) if isinstance(checks, str) else tuple(checks)
         with torch_on_one_thread():
-            report = run_case(chosen, case, CHECKS if checks is None else named(tuple(checks)))
+            report = run_case(chosen, case, CHECKS if checks is None else named(checks))
         if report.verdict == "fail":
             again = f"from verikda.case import Case; case = Case.from_json({case.to_json()!r})"
             pytest.fail(message(chosen.name, report.failures, case, again), pytrace=False)
         if report.verdict != "pass":
-            details = "; ".join(f"{o.check}: {o.detail}" for o in report.outcomes if o.verdict != "pass")
+            doubts = {o.check: o.detail for o in report.outcomes if o.verdict != "pass"} or report.skipped
+            details = "; ".join(f"{check}: {why}" for check, why in doubts.items())
             if hypothesis.currently_in_test_context():
                 hypothesis.event(f"{report.verdict}: {details}")
                 hypothesis.reject()

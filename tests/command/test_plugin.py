@@ -30,6 +30,10 @@ def test_mine(verikda_target, verikda_check):
 
 def test_by_name(verikda_check):
     verikda_check("zoo", CASE, ("floor",))
+
+def test_a_function_and_one_check(verikda_check):
+    from verikda import chunk_kda
+    verikda_check(chunk_kda, CASE, "floor")
 """
 
 FAULTY_TESTS = """
@@ -42,6 +46,9 @@ def test_fault(verikda_check):
 def test_cannot_tell(verikda_check):
     zero = Case(lengths=(4,), K=2, V=2, value_regime="zero", do_regime="zero")
     verikda_check("emulator", zero, ("floor",))
+
+def test_no_check_applies(verikda_check):
+    verikda_check("zoo", Case(lengths=(4,)), ("packed_separate",))
 
 def test_no_such_check(verikda_check):
     with pytest.raises(ValueError, match="there is no check 'flor'; the checks are floor, "):
@@ -170,6 +177,7 @@ def test_a_fault_and_a_case_that_cannot_tell_fail_a_users_test(tmp_path: Path) -
                  "PASSED test_user.py::test_no_such_check"):  # fmt: skip
         assert line in result.stdout
     for part in ("FAIL  zoo:DV_OFF", "emulator: inconclusive: floor: every output is zero",
+                 "zoo:NONE: inconclusive: packed_separate: not packed",
                  "give --verikda-target=NAME"):  # fmt: skip
         assert part in result.stdout
     assert "1 passed, 1 skipped" in result.stdout

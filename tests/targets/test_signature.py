@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import calls
 import numpy as np
@@ -136,6 +137,27 @@ def test_signatures_that_cannot_be_called():
         read(extra, "f")
     with pytest.raises(TargetError, match="its signature cannot be read"):
         read(dict, "f")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"rules": ("kda", "deltanet")}, "has 'deltanet' among its rules; allowed: kda, delta"),
+        ({"gates": ["log", "soft-plus"]}, "'soft-plus' among its gates; allowed: log, softplus, bounded"),
+        ({"dtypes": ("bfloat16", "fp32")}, "'fp32' among its dtypes; allowed: float16, bfloat16, float32"),
+        ({"layouts": ("contigous",)}, "'contigous' among its layouts; allowed: contiguous, "),
+        ({"k_sizes": (64, 512)}, "512 among its k_sizes; allowed: 1 to 256"),
+        ({"chunk_sizes": (128,)}, "128 among its chunk_sizes; allowed: 16, 32, 64"),
+        ({"required": ("use_qk_l2norm_in_kernel",)}, "among its required; allowed: qk_l2norm, beta_sigmoid"),
+    ],
+)
+def test_what_a_declared_capability_holds_is_known(given, says):
+    def f(q, k, v, g, beta):
+        pass
+
+    f.verikda_capabilities = given
+    with pytest.raises(TargetError, match=re.escape(says)):
+        declared_capabilities(f, read(f, "f"))
 
 
 def test_declared_capabilities():

@@ -337,6 +337,23 @@ def test_device_without_a_gpu(monkeypatch):
         TorchFunction(toy_kda.chunk_kda, "toy", device="cuda")
 
 
+def test_a_device_that_torch_does_not_know_is_refused():
+    with pytest.raises(TargetError, match=r"asks for device 'gpu': .*; use 'cpu' or 'cuda'"):
+        TorchFunction(toy_kda.chunk_kda, "toy", device="gpu")
+    assert TorchFunction(toy_kda.chunk_kda, "toy", device=torch.device("cpu")).device == "cpu"
+
+
+def test_a_function_may_answer_the_name_of_a_contract():
+    call = calls.make()
+    toy = TorchFunction(toy_kda.chunk_kda, "toy", device="cpu", contract=lambda _: "float32")
+    assert toy.contract(call) == TorchFunction(toy_kda.chunk_kda, "toy", device="cpu", contract="float32").contract(
+        call
+    )
+    toy = TorchFunction(toy_kda.chunk_kda, "toy", device="cpu", contract=lambda _: 32)
+    with pytest.raises(TargetError, match="the declared contract answered 32 for a call; it must answer"):
+        toy.contract(call)
+
+
 def test_contracts():
     call = calls.make("bfloat16", chunk_size=32)
     assert target().contract(call).name == "storage-bfloat16-c32"

@@ -73,4 +73,12 @@ def contract_of(declared: Declared, call: Call) -> Contract:
     """The contract that a declaration means for one call."""
     if isinstance(declared, str):
         return contract_by_name(declared, call.dtypes["q"], call.chunk_size)
-    return declared if isinstance(declared, Contract) else declared(call)
+    contract = declared if isinstance(declared, Contract) else declared(call)
+    if isinstance(contract, str):
+        return contract_by_name(contract, call.dtypes["q"], call.chunk_size)
+    if not isinstance(contract, Contract):
+        raise TargetError(
+            f"the declared contract answered {contract!r:.60} for a call; it must answer an oracles.contract.Contract "
+            f"or one of {', '.join(NAMES)}"
+        )
+    return contract

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -216,7 +216,23 @@ def declared_capabilities(function: Callable[..., Any], signature: Signature) ->
                 f"{signature.label}: verikda_capabilities has {name} = {value!r:.60}; it must be of the type of "
                 f"{default!r:.60}"
             )
+        _check_elements(signature.label, name, value, default)
     return replace(signature.capabilities(), **given)
+
+
+def _check_elements(label: str, name: str, value: Any, default: Any) -> None:
+    """Check what a capability that is a tuple holds."""
+    if not isinstance(default, tuple):
+        return
+    channels = range(1, Capabilities.max_k + 1)
+    known: dict[str, Sequence[Any]] = {
+        "k_sizes": channels, "v_sizes": channels, "required": ("qk_l2norm", "beta_sigmoid"),
+    }  # fmt: skip
+    allowed = known.get(name, default)
+    wrong = [x for x in value if x not in allowed]
+    if wrong:
+        says = f"1 to {channels[-1]}" if allowed is channels else ", ".join(map(str, allowed))
+        raise TargetError(f"{label}: verikda_capabilities has {wrong[0]!r} among its {name}; allowed: {says}")
 
 
 def argument_arrays(call: Call) -> dict[str, npt.NDArray[Any]]:

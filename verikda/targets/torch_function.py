@@ -50,7 +50,12 @@ class TorchFunction(FunctionTarget):
     ) -> None:
         torch = import_torch(name)
         super().__init__(function, name, sig.read(function, name, swallowed), capabilities, contract)
-        self.device: str = device or sig.attribute(function, "verikda_device") or _default_device(torch)
+        self.device = str(device or sig.attribute(function, "verikda_device") or _default_device(torch))
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            raise TargetError(f"target {name} asks for device {self.device!r}: {first}; use 'cpu' or 'cuda'") from None
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise TargetError(f"target {name} asks for device {self.device!r}, but torch finds no GPU; use 'cpu'")
 
