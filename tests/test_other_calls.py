@@ -54,3 +54,29 @@ def test_it_is_named(check: str, factor: float | None) -> None:
     assert what.startswith("dk is missing" if factor is None else "dk[") or "elements differ" in what
     (outcome,) = run_case(ZooTarget(), case, named((check,))).outcomes
     assert outcome.verdict == "pass"
+
+
+class Writes(ZooTarget):
+    """Healthy, but some calls write into k."""
+
+    def run(self, call: Call) -> Result:
+        result = super().run(call)
+        return replace(result, changed=("k",)) if self.wrong(call) else result
+
+
+@pytest.mark.parametrize("check", OTHER)
+def test_an_input_that_another_call_writes_is_seen(check: str) -> None:
+    case = replace(CASE, gate_regime="bound", gate_magnitude=6.0) if check == "safe_gate" else CASE
+    target = Writes()
+    target.wrong = OTHER[check]  # type: ignore[attr-defined]
+    (outcome,) = run_case(target, case, named((check,))).outcomes
+    assert outcome.verdict == "fail"
+    assert [f.output for f in outcome.failures] == ["k"]
+    assert outcome.failures[0].message == "a call that this check makes changed k, or memory beside it"
+
+
+def test_an_input_that_is_written_in_inference_only_is_seen() -> None:
+    target = Writes()
+    target.wrong = lambda call: not call.backward  # type: ignore[attr-defined]
+    outcomes = {o.check: o for o in run_case(target, CASE, named(("inputs_unchanged", "split_anywhere"))).outcomes}
+    assert (outcomes["inputs_unchanged"].verdict, outcomes["split_anywhere"].verdict) == ("pass", "fail")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verikda.call import Call, ContextLost, Crashed, Malformed, Refused
 from verikda.case import Case
@@ -105,12 +105,21 @@ def run_call(
         if isinstance(said, str):
             skipped[check.name] = said
             continue
+        if ctx.written:
+            said = replace(said, verdict="fail", failures=(*said.failures, *_written(check.name, ctx)))
         outcomes.append(said)
         if check.name not in FREE:
             left -= 1
         if said.lost or ctx.failed:
             break  # nothing can be run any more, or every check would say the same
     return tuple(outcomes), skipped, ctx
+
+
+def _written(name: str, ctx: Context) -> list[Failure]:
+    """The inputs that other calls of a check have changed, which are taken off the list."""
+    names = list(dict.fromkeys(ctx.written))
+    ctx.written.clear()
+    return [Failure(name, n, f"a call that this check makes changed {n}, or memory beside it") for n in names]
 
 
 def run_case(

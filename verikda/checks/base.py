@@ -86,6 +86,7 @@ class Context:
     ----------
     runs : calls of the target.
     failed : whether `call` itself was made and gave no result.
+    written : inputs, or memory beside them, that calls other than `call` have changed since this was last emptied.
     """
 
     def __init__(self, target: Target, call: Call, limit: float = LIMIT) -> None:
@@ -94,6 +95,7 @@ class Context:
         self.limit = limit
         self.runs = 0
         self.failed = False
+        self.written: list[str] = []
 
     @property
     def capabilities(self) -> Capabilities:
@@ -121,7 +123,10 @@ class Context:
 
     def run(self, call: Call) -> Result:
         self.runs += 1
-        return self.target.run(call)
+        result = self.target.run(call)
+        if call is not self.call:
+            self.written += result.changed
+        return result
 
     @staticmethod
     def truth_of(call: Call) -> dict[str, Array]:

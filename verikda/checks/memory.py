@@ -35,7 +35,6 @@ def _poison(ctx: Context) -> Outcome:
         failures += compare(
             "poison", ctx.result.outputs, got.outputs, got.dtypes, f"{value} around the inputs and in padding rows"
         )
-        failures += [Failure("poison", name, f"the call changed {name}, or memory beside it") for name in got.changed]
         if failures:
             break
     return outcome("poison", failures)
