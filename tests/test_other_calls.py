@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from planted import Planted
 
 from verikda.call import Call, Result
 from verikda.case import Case
@@ -27,26 +28,30 @@ OTHER: dict[str, Callable[[Call], bool]] = {
 }
 
 
-class Partial(ZooTarget):
-    """Healthy, but some calls give dk times a factor, or no dk."""
+def in_some(calls: Callable[[Call], bool], change: Callable[[Result], Result]) -> Planted:
+    """A healthy target with the results of some calls changed."""
+    return Planted(ZooTarget(), lambda call, result: change(result) if calls(call) else result)
 
-    def __init__(self, wrong: Callable[[Call], bool], factor: float | None) -> None:
-        super().__init__()
-        self.wrong, self.factor = wrong, factor
 
-    def run(self, call: Call) -> Result:
-        result = super().run(call)
-        if "dk" not in result.outputs or not self.wrong(call):
-            return result
-        changed = {} if self.factor is None else {"dk": self.factor * result.outputs["dk"]}
-        return replace(result, outputs={n: x for n, x in result.outputs.items() if n != "dk"} | changed)
+def with_dk_times(factor: float | None) -> Callable[[Result], Result]:
+    """Dk times a factor, or left out."""
+
+    def change(result: Result) -> Result:
+        dk = {n: factor * x for n, x in result.outputs.items() if n == "dk" and factor is not None}
+        return replace(result, outputs={n: x for n, x in result.outputs.items() if n != "dk"} | dk)
+
+    return change
+
+
+def writes_k(result: Result) -> Result:
+    return replace(result, changed=("k",))
 
 
 @pytest.mark.parametrize("factor", [None, 2.0])
 @pytest.mark.parametrize("check", OTHER)
 def test_it_is_named(check: str, factor: float | None) -> None:
     case = replace(CASE, gate_regime="bound", gate_magnitude=6.0) if check == "safe_gate" else CASE
-    (outcome,) = run_case(Partial(OTHER[check], factor), case, named((check,))).outcomes
+    (outcome,) = run_case(in_some(OTHER[check], with_dk_times(factor)), case, named((check,))).outcomes
     assert [f.output for f in outcome.failures] == ["dk"]
     which, _, what = outcome.failures[0].message.partition(": ")
     assert which
@@ -56,27 +61,16 @@ def test_it_is_named(check: str, factor: float | None) -> None:
     assert outcome.verdict == "pass"
 
 
-class Writes(ZooTarget):
-    """Healthy, but some calls write into k."""
-
-    def run(self, call: Call) -> Result:
-        result = super().run(call)
-        return replace(result, changed=("k",)) if self.wrong(call) else result
-
-
 @pytest.mark.parametrize("check", OTHER)
 def test_an_input_that_another_call_writes_is_seen(check: str) -> None:
     case = replace(CASE, gate_regime="bound", gate_magnitude=6.0) if check == "safe_gate" else CASE
-    target = Writes()
-    target.wrong = OTHER[check]  # type: ignore[attr-defined]
-    (outcome,) = run_case(target, case, named((check,))).outcomes
+    (outcome,) = run_case(in_some(OTHER[check], writes_k), case, named((check,))).outcomes
     assert outcome.verdict == "fail"
     assert [f.output for f in outcome.failures] == ["k"]
     assert outcome.failures[0].message == "a call that this check makes changed k, or memory beside it"
 
 
 def test_an_input_that_is_written_in_inference_only_is_seen() -> None:
-    target = Writes()
-    target.wrong = lambda call: not call.backward  # type: ignore[attr-defined]
+    target = in_some(lambda call: not call.backward, writes_k)
     outcomes = {o.check: o for o in run_case(target, CASE, named(("inputs_unchanged", "split_anywhere"))).outcomes}
     assert (outcomes["inputs_unchanged"].verdict, outcomes["split_anywhere"].verdict) == ("pass", "fail")

@@ -43,12 +43,11 @@ def flag_targets() -> tuple[Target, ...]:
 
 def flag_lines(point: Point) -> Iterator[dict[str, Any]]:
     """The line of each build; `changed` is the share of values, by output, that are others than the shipped build's."""
-    shipped: Mapping[str, Array] = {}
-    for target in flag_targets():
-        line, result = measure_and_keep(target, point)
-        if result is not None:
-            shipped = shipped or result.outputs
-            line["changed"] = {n: rounded(_changed(x, shipped[n])) for n, x in result.outputs.items()}
+    measured = [measure_and_keep(target, point) for target in flag_targets()]
+    for line, result in measured:
+        shipped = measured[0][1]
+        if result is not None and shipped is not None:
+            line["changed"] = {n: rounded(_changed(x, shipped.outputs[n])) for n, x in result.outputs.items()}
         yield line
 
 

@@ -124,11 +124,10 @@ def builds(lines: Sequence[Line]) -> Table | None:
     for target in targets(lines):
         for dtype in dtypes(lines):
             found = [x for x in lines if x["target"] == target and x["dtype"] == dtype]
-            shares = {
-                n: max((x["changed"][n] for x in points(found) if n in x["changed"]), default=None) for n in names
-            }
-            changed = (Cell("" if x is None else _percent(x)) for x in shares.values())
-            rows.append((Cell(target), Cell(dtype), *_verdict(found), _worst_of(points(found)), *changed))
+            made = points(found)
+            shares = ([x["changed"][n] for x in made if n in x.get("changed", ())] for n in names)
+            changed = (Cell(_percent(max(x)) if x else "") for x in shares)
+            rows.append((Cell(target), Cell(dtype), *_verdict(found), _worst_of(made), *changed))
     return Table(("build", "dtype", "verdict", "cases", "worst ratio", *names), tuple(rows), 2) if rows else None
 
 

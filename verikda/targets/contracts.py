@@ -71,9 +71,7 @@ def check_declared(declared: Any, label: str) -> Declared:
 
 def contract_of(declared: Declared, call: Call) -> Contract:
     """The contract that a declaration means for one call."""
-    if isinstance(declared, str):
-        return contract_by_name(declared, call.dtypes["q"], call.chunk_size)
-    contract = declared if isinstance(declared, Contract) else declared(call)
+    contract = declared if isinstance(declared, (str, Contract)) else declared(call)
     if isinstance(contract, str):
         return contract_by_name(contract, call.dtypes["q"], call.chunk_size)
     if not isinstance(contract, Contract):
